@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
+from loud_skips import NOT_TESTED
 
 if TYPE_CHECKING:
     from rankpool import RankPool
@@ -17,6 +18,15 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )  # fmt: skip
 settings.load_profile("repeatable")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say what this machine cannot test, also where reasons of skips are not listed."""
+    skipped: list[pytest.TestReport] = terminalreporter.stats.get("skipped", [])
+    reasons = {str(each.longrepr[2]) for each in skipped if isinstance(each.longrepr, tuple)}
+    for reason in sorted(each.removeprefix("Skipped: ") for each in reasons):
+        if reason.startswith(NOT_TESTED):
+            terminalreporter.write_line(reason, yellow=True, bold=True)
 
 
 @pytest.fixture(scope="session")

@@ -28,6 +28,12 @@ def near(got: Tensor, want: Tensor) -> None:
     torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
 
 
+def plans_run() -> set[tuple[str, int, str]]:
+    """Operator, islands and plan of all that was called on these islands so far."""
+    group: Any = dist.group.WORLD
+    return {(p.op, p.islands, spec) for p, spec in workspace_of(group, CPU).plans}
+
+
 @contextmanager
 def on_islands(rank: int, size: int) -> Iterator[int]:
     """Neighbours are on islands of that size; how many there are."""

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from attention_bodies import PLANS, gradients_by, mine, whole, wrong, wrong_gradients
+from island_bodies import on_islands, plans_run
 from on_ranks import on_ranks
 from rank_bodies import world
 from torch import Tensor
@@ -45,6 +46,21 @@ def test_gradients_by_heads_are_those_of_fp64(rank: int, ranks: int) -> list[str
         for shape in ((1, 6, 8, 4, 8), (2, 5, 6, 3, 4)):
             found += wrong_gradients(rank, ranks, plan, shape, torch.float32, seed)
     return found + wrong_gradients(rank, ranks, BY_HEADS[0], (1, 4, 10, 10, 16), torch.bfloat16)
+
+
+@on_ranks(4)
+def test_attention_between_islands_is_the_librarys(rank: int, ranks: int) -> list[str]:
+    """Forward and gradients; no plan reaches the memory of another island."""
+    found: list[str] = []
+    for size in (1, 2):
+        with on_islands(rank, size):
+            for causal in (False, True):
+                found += wrong(rank, ranks, "auto", (2, 8, 4, 2, 8), torch.float32, causal)
+            assert {(n, spec) for _, n, spec in plans_run()} == {(ranks // size, "serial")}
+            given = shards_of(rank, ranks)[:3]
+            with pytest.raises(cp.InputError, match="plan must be for ranks of one island"):
+                cp.all_gather_attention(*given, plan="shard_p2p ring")
+    return found
 
 
 @on_ranks(3)

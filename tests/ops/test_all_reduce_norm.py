@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from island_bodies import on_islands, plans_run
 from on_ranks import on_ranks
 from rank_bodies import by_reference, world
 from refusals import Refusal, wrongly_refused
@@ -154,6 +155,21 @@ def test_kernels_give_them_too(rank: int, ranks: int, layer: bool) -> list[str]:
         case = case_of(rows, n, dtype, layer=layer, bare=n == 4)
         for plan in plans_for(len(case.x.flatten(0, -2)), n, dtype, ranks):
             found += wrong(case, plan, f"{rows} {n} {dtype}", interpreted=True)
+    return found
+
+
+@on_ranks(4)
+def test_norms_between_islands_are_the_librarys(rank: int, ranks: int) -> list[str]:
+    """With a residual and without, also of fp8 results; kernels reach one island alone."""
+    found: list[str] = []
+    for size in (1, 2):
+        with on_islands(rank, size), by_reference():
+            for (rows, n), layer in product(SHAPES, (False, True)):
+                case = case_of(rows, n, torch.float16, layer=layer, bare=n == 4)
+                found += wrong(case, "auto", f"{rows} {n} layer={layer} on islands of {size}")
+            assert {(n, spec) for _, n, spec in plans_run()} == {(ranks // size, "serial")}
+            with pytest.raises(cp.InputError, match="plan must be for ranks of one island"):
+                case_of((5,), 24, torch.float16).call(plan="direct")
     return found
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from island_bodies import on_islands, plans_run
 from on_ranks import on_ranks
 from rank_bodies import device, world
 from scaled_bodies import (
@@ -69,6 +70,21 @@ def test_every_family_with_every_kind_of_scale(rank: int, ranks: int, op: str) -
     found = cases(op, ranks)
     assert {case.kind for case in found} == set(KINDS)
     return [text for i, case in enumerate(found) for text in off(case, 17 * i)]
+
+
+@pytest.mark.parametrize("op", [AG, RS, AR])
+@on_ranks(4)
+def test_operands_with_scales_between_islands(rank: int, ranks: int, op: str) -> list[str]:
+    """By the library, and by the plan between islands."""
+    found: list[str] = []
+    for size in (1, 2):
+        with on_islands(rank, size):
+            for i, kind in enumerate(KINDS):
+                for plan in ("auto", "islands chunks=2"):
+                    found += off(Case(op, kind, plan, (4,) * ranks, bias=True), i)
+            plans = ("serial", "islands chunks=2")
+            assert plans_run() == {(op, ranks // size, plan) for plan in plans}
+    return found
 
 
 def turned(x: cp.Scaled) -> cp.Scaled:

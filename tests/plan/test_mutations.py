@@ -380,6 +380,19 @@ def at_least_95_of_100_mutants_are_refused() -> None:
     assert caught / len(plausible) >= 0.85
 
 
+def at_least_95_of_100_mutants_between_islands_are_refused() -> None:
+    """Of each operator by itself; what is accepted of them is of the table, as of all others."""
+    refused: dict[str, list[bool]] = {}
+    for r in results():
+        if r.plan.peers == "grid":
+            refused.setdefault(r.plan.problem.op, []).append(r.refused)
+    assert set(refused) == {op for op in OPS if "islands" in families(op)}
+    for op, each in refused.items():
+        print(f"{op} between islands: {len(each)} mutants, {sum(each) / len(each):.2%} refused")
+    assert all(len(each) > 500 for each in refused.values())
+    assert all(sum(each) / len(each) >= 0.95 for each in refused.values())
+
+
 def every_kind_of_mutation_occurs_and_is_refused_at_times() -> None:
     made = Counter(r.what.partition(": ")[0] for r in results())
     refused = Counter(r.what.partition(": ")[0] for r in results() if r.refused)
@@ -521,6 +534,7 @@ def test_cases_hold_every_family_of_every_op():
 def test_mutants():
     """One test, so that one process makes the mutants, once."""
     at_least_95_of_100_mutants_are_refused()
+    at_least_95_of_100_mutants_between_islands_are_refused()
     every_kind_of_mutation_occurs_and_is_refused_at_times()
     a_kernel_of_ours_stands_only_as_its_family_has_it()
     accepted_mutants_are_those_of_the_table()

@@ -15,7 +15,8 @@ from rank_bodies import Case, world
 from torch import Tensor
 
 import counterpoint as cp
-from counterpoint.choose.known import save_machine
+from counterpoint.adapters.explain import Explained
+from counterpoint.choose.known import Knowledge, save_machine
 from counterpoint.errors import InputError, PeerTimeoutError, UnsupportedError
 from counterpoint.machine import LinkSpec
 from counterpoint.ops.auto import choose_spec
@@ -238,6 +239,30 @@ def test_auto_takes_what_the_model_says_once_the_nic_is_known(
     want = cp.choose(problem, machine)
     assert want.plan.family == "islands" and specs == ["serial", want.spec, "serial"]
     assert by_routes == ["islands", "serial", "islands"]
+
+
+@on_ranks(4)
+def test_what_is_serial_as_no_nic_is_known_says_what_to_run(rank: int, world_size: int):
+    """Not where a plan between islands was asked for, nor once the NIC is known."""
+    group: Any = dist.group.WORLD
+    problem = Problem("all_gather_matmul", 32, 8, 16, 4, "float32")
+    one = Explained("all-gather", "", False, (8, 16), "float32", 4, problem.op, (), "", (problem,),
+                    group.group_name, "")  # fmt: skip
+    why = "; auto weighs no other plan between 2 islands until their NIC has been measured: run "
+    x, w = shards(rank, 8, 16), shards(rank, 16, 8)
+    for plan, known in (("auto", False), ("auto", True), ("islands chunks=2", False)):
+        with on_islands(rank, 2):
+            workspace = workspace_of(group, CPU)
+            if known:
+                nic = LinkSpec(name="NIC", bytes_per_s=45e9, latency_s=5e-6)
+                workspace.knowledge = Knowledge(replace(preset("h200-2"), nic=nic), {})
+            cp.all_gather_matmul(x, w, plan=plan)
+            (ran,) = one.plans
+            said = f"{why}`counterpoint characterize` on these ranks" if ran == "serial" else ""
+            assert bool(said) == (plan == "auto" and not known)
+            assert str(one).endswith(f": all_gather_matmul, plan {ran}{said}")
+    with pytest.raises(InputError, match=r"machine must be a machine with a nic.*characterize"):
+        cp.choose(replace(problem, islands=2), "h200-2")
 
 
 @on_ranks(2)

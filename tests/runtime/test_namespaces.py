@@ -1,16 +1,17 @@
 """Islands of CPU ranks in network namespaces: bytes on the NIC, and faults."""
 
-import warnings
 from typing import Any
 
 import pytest
+from loud_skips import NOT_TESTED
 
 from benchmarks import island_bags, islands_experts
 from benchmarks.namespaces import Job, can_run, run
 
-if why := can_run():
-    warnings.warn(f"islands are not tested in network namespaces: {why}", stacklevel=1)
-pytestmark = pytest.mark.skipif(bool(why), reason=f"no network namespaces here: {why}")
+why = " ".join(can_run().split())
+pytestmark = pytest.mark.skipif(
+    bool(why), reason=f"{NOT_TESTED}islands in network namespaces ({why})"
+)
 
 BOUND_S = 3.0
 HEADERS = 1.06  # of the bytes of large messages over TCP, and a barrier

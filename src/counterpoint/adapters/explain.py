@@ -10,9 +10,10 @@ from torch._inductor import config as inductor
 
 from counterpoint.adapters.find import Collective
 from counterpoint.errors import InputError
+from counterpoint.ops.auto import not_weighed
 from counterpoint.plan.invariant import WORD
 from counterpoint.problem import Problem
-from counterpoint.runtime.workspace import workspaces
+from counterpoint.runtime.workspace import Workspace, workspaces
 
 SEAM = "joint_custom_post_pass"
 # torch's expression for the module behind a forward that a framework has put another one around
@@ -61,6 +62,14 @@ class Explained:
             for own, spec in workspace.plans if _is_for(own, problem)
         )  # fmt: skip
 
+    @property
+    def not_weighed(self) -> str:
+        """Why the operators ran by the only plan that "auto" has there; "" where it has others."""
+        reasons = (_not_weighed(workspace, spec)
+                   for (name, _), workspace in workspaces.items() if name == self.group
+                   for spec in self.plans)  # fmt: skip
+        return next(filter(None, reasons), "")
+
     def __str__(self) -> str:
         phase = "backward" if self.backward else "forward"
         sizes = "x".join(map(str, self.shape))
@@ -70,8 +79,8 @@ class Explained:
             return f"{what}: left to torch, {self.reason}"
         beside = f" ({', '.join(self.matmuls)})" if self.matmuls else ""
         plans = ", ".join(dict.fromkeys(self.plans)) or "chosen when it runs"
-        apart = f"; {self.apart}" if self.apart else ""
-        return f"{what}: {self.operator}{beside}, plan {plans}{apart}"
+        more = "".join(f"; {text}" for text in (self.not_weighed, self.apart) if text)
+        return f"{what}: {self.operator}{beside}, plan {plans}{more}"
 
 
 @dataclass(frozen=True)
@@ -115,16 +124,23 @@ NOTHING = (
 
 def _is_for(own: Problem, problem: Problem) -> bool:
     """Whether a plan of `own` has that problem, or in `batch_invariant` what is left of it."""
-    return (
-        replace(own, invariant=False, bias=problem.bias if own.invariant else own.bias) == problem
-    )
+    bias = problem.bias if own.invariant else own.bias
+    return replace(own, invariant=False, bias=bias, islands=1) == problem
+
+
+def _not_weighed(workspace: Workspace, spec: str) -> str:
+    """See `not_weighed`, of a plan that has run; "" where it is one of several islands."""
+    if workspace.knowledge is None or spec.startswith("islands"):
+        return ""
+    return not_weighed(workspace.knowledge, workspace.islands.number)
 
 
 def _plans() -> Iterator[str]:
     """What has run in this process."""
     for (name, _), workspace in workspaces.items():
         for problem, spec in workspace.plans:
-            yield f"has run in group {name}: {problem}, plan {spec}"
+            why = _not_weighed(workspace, spec)
+            yield f"has run in group {name}: {problem}, plan {spec}{why and f'; {why}'}"
 
 
 def explain(model: Any) -> Report:

@@ -57,7 +57,10 @@ def choose(
         want = f"a machine of {ranks} GPUs or more, as the problem has ranks"
         raise InputError("choose", "machine", want=want, got=f"{where.name}")
     if problem.islands > 1 and where.nic is None:
-        want = "a machine with a nic, where the problem has several islands"
+        want = (
+            "a machine with a nic, where the problem has several islands "
+            "(`counterpoint characterize` on such ranks writes one)"
+        )
         raise InputError("choose", "machine", want=want, got=f"{where.name}")
     if problem.islands > 1 and by == "rule":
         want = "model, where the problem has several islands"

@@ -26,7 +26,7 @@ def choose_spec(problem: Problem, workspace: Workspace, tensors: Sequence[Tensor
     known = knowledge_of(workspace)
     if problem.ranks == 1 or refused_in(workspace):
         return "serial"
-    if problem.islands > 1 and (known.machine is None or known.machine.nic is None):
+    if not_weighed(known, problem.islands):
         return problem.operation.untold(problem)
     tuned = known.tuned.get(problem_key(problem))
     if tuned is not None:
@@ -52,6 +52,16 @@ def choose_spec(problem: Problem, workspace: Workspace, tensors: Sequence[Tensor
     spec = by_model(problem, known.machine, tiles=tiles, words_limit=room).spec
     # the library's tiles are asked of each GPU by itself
     return spec if capturing else workspace.gather(spec)[0]
+
+
+def not_weighed(known: Knowledge, islands: int) -> str:
+    """Why "auto" weighs no plans of ranks on so many islands, and what to run; "" where it does."""
+    if islands == 1 or (known.machine is not None and known.machine.nic is not None):
+        return ""
+    return (
+        f"auto weighs no other plan between {islands} islands until their NIC has been measured: "
+        "run `counterpoint characterize` on these ranks"
+    )
 
 
 def knowledge_of(workspace: Workspace) -> Knowledge:
