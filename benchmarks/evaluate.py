@@ -200,8 +200,8 @@ def short_scores(_: Mapping[int, list[Row]]) -> str:
             what = f"{len(part)} held-out scenarios" + (f" of {count}" if len(part) < count else "")
         else:
             what = (
-                f"{len(part)} scenarios of models looked at before (the {count} held-out ones are not "
-                "measured)"
+                f"{len(part)} scenarios of models looked at before (the {count} held-out ones are "
+                "not measured)"
             )
         lines.append(f"- {ranks} GPUs, {what}:")
         lines += [
