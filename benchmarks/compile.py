@@ -403,7 +403,7 @@ def times_table(rows: Sequence[Row], step: str) -> str:
                 found.setdefault((case.head["width"], mode), []).append(ratios[1])
     means = ", ".join(f"{width} {geometric_mean(each):.2f} ({mode}, {len(each)} sizes)"
                       for (width, mode), each in found.items())  # fmt: skip
-    note = "Milliseconds of the slowest rank, all arms in one randomised rotation."
+    note = "Times are milliseconds of the slowest rank. All arms ran in one randomised rotation."
     mean = f" Geometric means of the last column: {means}." if means else ""
     return measured(head, lines, note + mean)
 

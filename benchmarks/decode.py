@@ -156,8 +156,8 @@ COLUMNS = (
     Column("its plan", pick),
 )  # fmt: skip
 NOTE = (
-    "Microseconds a call, N and K of one rank, in a graph with weights in rotation, all arms in "
-    "one randomised rotation."
+    "Times are microseconds of a call in a graph, with weights in rotation. N and K are of one "
+    "rank. All arms ran in one randomised rotation."
 )
 
 
@@ -191,7 +191,7 @@ def eager(rows: list[Row]) -> str:
             us(auto["host_s"], 0),
         ], [serial, auto]))  # fmt: skip
     head = ["M, N, K", "serial", "auto", "serial / auto", "host of serial", "host of auto"]
-    note = "Microseconds of one eager call at a time, medians; the host's of calls in a row."
+    note = "Median microseconds of single eager calls; the times of the host are of calls in a row."
     return measured(head, lines, note)
 
 

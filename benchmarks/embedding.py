@@ -232,11 +232,15 @@ def summary(found: Sequence[Said]) -> str:
     """Means over all cases, and where the floor is meant."""
     ours, copy = [c.serial_s / c.fused_s for c in found], [c.serial_s / c.copy_s for c in found]
     large = [c.floor_s / c.fused_s for c in found if c.case.head["batch"] >= LARGE]
-    floor = f"; it is at {fmean(large):.0%} of the floor from {LARGE} bags on" if large else ""
+    floor = (
+        f" Without a copy it reaches {fmean(large):.0%} of the floor from {LARGE} bags on."
+        if large else ""
+    )  # fmt: skip
     return (
-        f"The fastest baseline / the kernel, which *auto* takes, geometric mean of {len(found)} "
-        f"cases: without a copy {geometric_mean(ours):.2f} ({min(ours):.2f} to {max(ours):.2f})"
-        f"{floor}. With a copy {geometric_mean(copy):.2f} ({min(copy):.2f} to {max(copy):.2f})."
+        f"Speedup of the kernel, which *auto* takes, over the fastest baseline, geometric mean of "
+        f"{len(found)} cases: {geometric_mean(ours):.2f} ({min(ours):.2f} to {max(ours):.2f}) "
+        f"without a copy, {geometric_mean(copy):.2f} ({min(copy):.2f} to {max(copy):.2f}) with one."
+        f"{floor}"
     )
 
 
@@ -276,8 +280,8 @@ def every_case(rows: list[Row]) -> str:
     head = ["case", "torch bags", "best baseline", "which", "fused", "baseline / fused",
             "with a copy", "only reading", "only storing", "of the floor"]  # fmt: skip
     note = (
-        "Int64 indices. Milliseconds of the slowest rank, tables of a GPU, indices in rotation, "
-        "all arms in one randomised rotation."
+        "Indices are int64, tables are those of one GPU. Times are milliseconds of the slowest "
+        "rank, with indices in rotation. All arms ran in one randomised rotation."
     )
     return "\n\n".join((summary(found), by_pooling(found), measured(head, lines, note)))
 

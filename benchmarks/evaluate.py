@@ -18,6 +18,7 @@ from benchmarks.evaluated import (
     AS_MEASURED,
     UNSEEN,
     Found,
+    Way,
     parts_of,
     points_of,
     read,
@@ -185,31 +186,41 @@ def scores(_: Mapping[int, list[Row]]) -> str:
 
 
 def short_scores(_: Mapping[int, list[Row]]) -> str:
-    """A sentence for each number of GPUs: auto as it was measured at what is held out, or that this
-    is not measured, and the model at what was looked at before."""
+    """Lines for each number of GPUs: what auto took when it was measured, and what the model takes
+    now, at what is held out, or else at what was looked at before."""
     lines: list[str] = []
     for ranks, found in committed().items():
         parts = parts_of(found)
         held = HELD_OUT in parts
         part = parts[HELD_OUT if held else UNSEEN]
         ways = {way.name: way for way in ways_of(part, shipped(found[0].gpu, ranks))}
-        way = ways[AS_MEASURED] if held else next(ways[name] for name in DRAWN if name in ways)
-        means, s = speedups_of(way, part, MANY_TOKENS), way.score
-        assert s is not None, "a way to choose has a score"
+        now = next(name for name in DRAWN if name in ways)
         count = len(held_out(ranks))
         if held:
             what = f"{len(part)} held-out scenarios" + (f" of {count}" if len(part) < count else "")
         else:
             what = (
-                f"{count} held-out scenarios: not measured. {len(part)} of models looked at before"
+                f"{len(part)} scenarios of models looked at before (the {count} held-out ones are "
+                "not measured)"
             )
-        lines.append(
-            f"- {ranks} GPUs, {what}: within 2 % of the fastest candidate in {s.right:.0%}, "
-            f"{s.mean_regret:.1%} slower in the mean, {s.worst_regret:.1%} at worst; from "
-            f"{MANY_TOKENS} tokens on {means['serial']:.2f}x serial, {means['torch']:.2f}x torch's "
-            f"fused operators{'' if _eager(part) else ' in a graph'}."
-        )
+        lines.append(f"- {ranks} GPUs, {what}:")
+        lines += [
+            f"    - {_in_words(ways[name], part)}" for name in dict.fromkeys((AS_MEASURED, now))
+        ]
     return "\n".join(lines)
+
+
+def _in_words(way: Way, part: Sequence[Found]) -> str:
+    """A score, and speedups of many tokens."""
+    means, s = speedups_of(way, part, MANY_TOKENS), way.score
+    assert s is not None, "a way to choose has a score"
+    of = "" if s.scenarios == s.asked else f", at the {s.scenarios} where its pick was timed"
+    return (
+        f"*{way.name}*{of}: within 2 % of the fastest candidate in {s.right:.0%}, "
+        f"{s.mean_regret:.1%} slower in the mean, {s.worst_regret:.1%} at worst; from "
+        f"{MANY_TOKENS} tokens on {means['serial']:.2f}x serial, {means['torch']:.2f}x torch's "
+        f"fused operators{'' if _eager(part) else ' in a graph'}."
+    )
 
 
 def _eager(part: Sequence[Found]) -> bool:

@@ -216,7 +216,10 @@ def _kernels(calls: Mapping[str, Call | str], bench: Bench) -> dict[str, Row]:
     return found
 
 
-NOTE = "Microseconds, CUDA graphs, one rotation a case; forward, and forward with backward."
+NOTE = (
+    "Times are microseconds in CUDA graphs, of the forward, and of both forward and backward. Each "
+    "case is one rotation."
+)
 
 
 def table_of(kind: str, found: Mapping[int, list[Row]]) -> str:
@@ -242,7 +245,7 @@ def table_of(kind: str, found: Mapping[int, list[Row]]) -> str:
             about = [_counted(case, way) for way in ("torch", "ours")]
         lines.append(([f"{h['model']}, {h['tokens']}", *about, *cells], case.rows))
     means = [f"{geometric_mean(each):.2f}x" for each in ratios]
-    text = f"Speedup in the mean {means[0]}, {means[1]} with backward."
+    text = f"The mean speedup is {means[0]}, and {means[1]} with the backward."
     return f"{measured(head, lines, NOTE)}\n\n{text}"
 
 
@@ -259,8 +262,8 @@ def table_of_routes(found: Mapping[int, list[Row]]) -> str:
         ratios.append(times[0] / times[1])
         cells = [*kernels, *map(us, times), f"{ratios[-1]:.2f}"]
         lines.append(([f"{h['model']}, {h['tokens']}", f"{h['of']} ranks", *cells], case.rows))
-    text = f"Speedup in the mean {geometric_mean(ratios):.2f}x."
-    note = "Microseconds, CUDA graphs, one rotation a case; without the gather."
+    text = f"The mean speedup is {geometric_mean(ratios):.2f}x."
+    note = "Times are microseconds in CUDA graphs, without the gather. Each case is one rotation."
     return f"{measured(head, lines, note)}\n\n{text}"
 
 

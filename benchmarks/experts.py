@@ -239,7 +239,7 @@ def arms(case: Case, bench: Bench) -> Arms:
 
 # ---- what is said of the rows
 
-NOTE = "Microseconds, CUDA graphs, one rotation a case."
+NOTE = "Times are microseconds in CUDA graphs. Each case is one rotation."
 
 
 class Said:
@@ -326,8 +326,8 @@ def means(cases: Sequence[Said]) -> str:
         )
     longer = geometric_mean(c.pair_s / c.longer_s for c in cases)
     return (
-        f"{auto_means(cases)} With counts on the device, by tokens: {', '.join(texts)}. Pair / the "
-        f"longer part alone {longer:.2f}."
+        f"{auto_means(cases)} With counts on the device, by tokens: {', '.join(texts)}. The pair "
+        f"takes {longer:.2f} times as long as the longer part alone."
     )
 
 
@@ -337,10 +337,11 @@ def auto_means(cases: Sequence[Said]) -> str:
     # what auto takes now may be newer than the rows
     host = [c.pair_s / c.auto[1] for c in cases if c.auto[0] and c.auto[1] < torch.inf]
     return (
-        f"Pair / auto, geometric means: counts on the device, where auto is one kernel, "
-        f"{geometric_mean(device):.2f} ({len(device)} cases, {min(device):.2f} to "
-        f"{max(device):.2f}, slower in {sum(r < 1 for r in device)}); host-known equal counts "
-        f"{geometric_mean(host):.2f} ({len(host)} cases, {min(host):.2f} to {max(host):.2f})."
+        "Geometric means of pair / auto: "
+        f"{geometric_mean(device):.2f} with counts on the device, where auto is one kernel "
+        f"({len(device)} cases, {min(device):.2f} to {max(device):.2f}, slower in "
+        f"{sum(r < 1 for r in device)}); {geometric_mean(host):.2f} with equal counts that the "
+        f"host knows ({len(host)} cases, {min(host):.2f} to {max(host):.2f})."
     )
 
 

@@ -1,4 +1,4 @@
-"""Schedules finer than shards on a full mesh: what each takes, by a replay on one GPU.
+"""Plans finer than shards on a full mesh: what each takes, by a replay on one GPU.
 
     counterpoint bench ficco --cases fit         # scenarios that rules may be fitted to
     counterpoint bench ficco --cases losses      # what chunks and copies beside them cost

@@ -1,4 +1,4 @@
-"""What rows of `bench ficco` say: who picks the fastest schedule on a mesh, and what losses follow.
+"""What rows of `bench ficco` say: who picks the fastest plan on a mesh, and what losses follow.
 
 Two rules of static sizes are scored beside the model. One is put together from what is known of
 the paper's: M against K, and the operations of a matmul, which are its op-to-byte ratio times its
@@ -154,7 +154,7 @@ def scores(rows: list[Row]) -> str:
 def among_finer(measured: Sequence[Measured]) -> tuple[float, float]:
     """Of the reconstructed rule, among the finer plans alone: share right, and a wrong pick's cost.
 
-    So the paper counts: neither serial nor kernels in a row are among its schedules.
+    So the paper counts: neither serial nor kernels in a row are among its plans.
     """
     ratios = [m.times[reconstructed(m)] / finest_s(m) for m in measured]
     wrong = [ratio - 1 for ratio in ratios if ratio > RIGHT]
@@ -276,7 +276,7 @@ def loss_table(rows: list[Row]) -> str:
 
 def claim_lines(rows: list[Row]) -> list[list[str]]:
     """What the paper says, what came out here, and what that makes of it."""
-    return [*_of_schedules(rows), *_of_losses(rows),
+    return [*_of_plans(rows), *_of_losses(rows),
             ["times on MI300X itself", "-", "not testable here"]]  # fmt: skip
 
 
@@ -285,7 +285,7 @@ def claims(rows: list[Row]) -> str:
     return grid(["the paper, 8x MI300X", "here, the replay", ""], claim_lines(rows))
 
 
-def _of_schedules(rows: list[Row]) -> list[list[str]]:
+def _of_plans(rows: list[Row]) -> list[list[str]]:
     measured, tiles = scenarios_of(rows, UNSEEN)
     share = max(COLLECTIVES)
     where, _ = meshes()[f"collectives reach {share:.0%} of the links"]
@@ -307,7 +307,7 @@ def _of_schedules(rows: list[Row]) -> list[list[str]]:
         ["finer than shards beats shards", f"in {shards} of {all_of}; behind a switch it "
          "[loses](losses.md#plans-finer-than-shards)",
          "confirmed for a mesh, where shards use one link of seven"],
-        ["one of four finer schedules is right", f"one of the four is best of the finer plans in "
+        ["one of four finer plans is right", f"one of the four is best of the finer plans in "
          f"{four} of {all_of}; serial beats them all in {serial}, `direct`, which is ours, in "
          f"{direct}", "in part: not for few rows"],
         ["a rule of static sizes is right in 81 %", f"reconstructed {theirs.right:.0%} of gathers, "
@@ -354,7 +354,7 @@ def rho_of(losses: Mapping[Shape, float]) -> list[float]:
 
 
 def pictures(found: Mapping[int, list[Row]], images: Path) -> None:
-    """Speedup by schedule at scenarios that are held out, our rule's pick marked."""
+    """Speedup by plan at scenarios that are held out, our rule's pick marked."""
     measured, tiles = scenarios_of(next(iter(found.values())), UNSEEN)
     pick = ways(measured, tiles)[OUR_RULE]
     close = [m.times[pick(m)] <= RIGHT * m.best_s for m in measured]
@@ -372,7 +372,7 @@ def pictures(found: Mapping[int, list[Row]], images: Path) -> None:
     what = "M x N x K, 8 GPUs on a full mesh"
     dots(
         {what: panel}, images / "ficco.svg", marks={what: marks}, mark="picked by our rule",
-        title=f"Our rule picks the fastest schedule, or one within 2%, in {fmean(close):.0%}",
+        title=f"Our rule picks the fastest plan, or one within 2%, in {fmean(close):.0%}",
         source=f"{len(panel)} of {len(measured)} unseen scenarios; links modelled",
     )  # fmt: skip
 

@@ -222,9 +222,10 @@ def main_table(rows: list[Row], some: Sequence[Column]) -> str:
     shapes = shapes_of(rows)
     clocks = sorted(row["sm_clock_mhz"] for row in rows)
     note = (
-        f"SM clock {clocks[0]:.0f} to {clocks[-1]:.0f} MHz. M over all ranks, N and K of one rank. "
-        "Milliseconds, medians of the slowest rank, graphs of several calls with weights in "
-        f"rotation, all arms in one randomised rotation. {torch_note(shapes, PEER)}"
+        f"SM clock {clocks[0]:.0f} to {clocks[-1]:.0f} MHz. M is over all ranks, N and K are of "
+        "one rank. Times are milliseconds, medians of the slowest rank, in graphs of several calls "
+        "with weights in rotation. All arms ran in one randomised rotation. "
+        f"{torch_note(shapes, PEER)}"
         f"{price_note(shapes)}"
     )
     return table(some, shapes, note)
@@ -306,7 +307,7 @@ def finer(rows: list[Row]) -> str:
 
     some = [*HEAD, arm("serial", ms), of("shard_p2p"), of("graded")]
     some += [arm(f"{family} ring", ms, f"`{family}`") for family in FINER]
-    note = "Milliseconds, in a graph, all in one rotation."
+    note = "Times are milliseconds in a graph, all of one rotation."
     return table(some, shapes, note)
 
 
@@ -323,8 +324,8 @@ def few_rows_table(rows: list[Row]) -> str:
     note = (
         f"serial / auto, geometric mean of {len(shapes)} shapes: {geometric_mean(graph):.2f} in a "
         f"graph (least {min(graph):.2f}), {geometric_mean(eager):.2f} plain eager (least "
-        f"{min(eager):.2f}). Microseconds a call, M over all ranks, N and K of one rank, weights "
-        f"in rotation. {torch_note(shapes, PEER)}{price_note(shapes)}"
+        f"{min(eager):.2f}). Times are microseconds of a call, with weights in rotation. M is over "
+        f"all ranks, N and K are of one rank. {torch_note(shapes, PEER)}{price_note(shapes)}"
     )
     return table([*some, Column("serial / auto behind a backlog", behind), plain], shapes, note)
 

@@ -36,9 +36,9 @@ START = Constants(full_blocks=0.5, full_bytes=24576.0, sharpness=4.0, crowding=0
 ERROR_BAR, REGRET_BAR = 0.08, 0.05
 H200 = presets.H200.device
 ASSUMED = (
-    "Predicted for the paper's GPUs, none of which we have: the constants of the H200, a matmul of "
-    "8192 x 8192 x 8192 by tiles of 64x64x32 and a collective of 896 MiB at the shares of the "
-    "datasheet's peaks that they reach on the H200, blocks with the registers that they have there."
+    "This is predicted for the paper's GPUs, none of which we have, with the constants of the "
+    "H200. A matmul of 8192 x 8192 x 8192 by tiles of 64x64x32 and a collective of 896 MiB reach "
+    "the same shares of the datasheet's peaks as on the H200, and blocks have the same registers."
 )
 GPUS = ("a40-4", "a100-8", "h100-8", "mi250x-8")  # of the paper
 
@@ -186,8 +186,8 @@ def told(constants: Constants) -> str:
         f"an SM is full from {constants.full_blocks:.2f} + {constants.full_bytes / 1024:.1f} KiB / "
         f"(operands of a block's step) blocks on, sharpness {constants.sharpness:.1f}, crowding "
         f"{constants.crowding:.2f} per 64 KiB, {constants.drain_waves:.1f} waves until a "
-        "collective of high priority has its SMs. The form of the law was chosen with all rows in "
-        "sight; its constants were not."
+        "collective of high priority has its SMs. The form of the law was chosen after we had seen "
+        "all rows; its constants were fitted without those held out."
     )
 
 
@@ -198,8 +198,8 @@ def outside(found: Mapping[int, list[Row]]) -> str:
     if not ratios:
         return ""
     return (
-        f" cuBLAS is no part of it: its blocks stay to the end, so that priority would gain "
-        f"nothing; measured {min(ratios):.2f} to {max(ratios):.2f}."
+        " The model leaves out cuBLAS. Its blocks stay to the end, so priority should gain "
+        f"nothing, but {min(ratios):.2f} to {max(ratios):.2f} was measured."
     )
 
 
@@ -212,7 +212,7 @@ def said(held: Sequence[Swept], constants: Constants) -> str:
         f"TimeRatio (overlapped / sequential) on {len(held)} pairs that are held out, "
         f"{len(errors)} settings: median error **{median(errors):.1%}** (bar {ERROR_BAR:.0%}), "
         f"mean regret of the model's pick **{fmean(regrets):.1%}** (bar {REGRET_BAR:.0%}), worst "
-        f"{max(regrets):.1%}; of priority alone, always, {rule:.1%}."
+        f"{max(regrets):.1%}. Priority alone, in every case, has a mean regret of {rule:.1%}."
     )
 
 

@@ -273,32 +273,34 @@ SECTIONS = (
     section(
         "bars",
         bars,
-        "CUDA graphs, medians of the slowest rank in one randomised rotation; the bar is what we "
-        "set out to reach on 8 GPUs, which have not been measured; bold meets it. Parts alone: by "
-        "the faster transport, with SM collectives kept by the library's kernels. In parentheses "
-        "the 95 % interval of the rounds' own ratios.",
+        "Times are medians of the slowest rank in CUDA graphs, in one randomised rotation. The bar "
+        "is what we set out to reach on 8 GPUs, which have not been measured; bold meets it. Parts "
+        "alone are by the faster transport, or by the library's kernels where SM collectives are "
+        "kept. Parentheses have the 95 % interval of the rounds' own ratios.",
     ),
     section(
         "arms",
         lambda rows: by_mode(rows, ARMS),
-        "Milliseconds, medians of the slowest rank in one randomised rotation; bold is the "
-        "fastest of these; -: no such arm.",
+        "Times are milliseconds, medians of the slowest rank in one randomised rotation. Bold is "
+        "the fastest of these. A dash says that there is no such arm.",
     ),
     section(
         "others",
         others,
-        "Milliseconds, of the same rotation as the other arms; bold is the fastest of these.",
+        "Times are milliseconds, of the same rotation as the other arms. Bold is the fastest of "
+        "these.",
     ),
     section(
         "energy",
         energy,
-        "CUDA graphs, back to back: joules of one GPU per loop, its mean power and SM clock.",
+        "Joules of one GPU for a loop, its mean power and its SM clock, in CUDA graphs that run "
+        "back to back.",
     ),
     section(
         "shaping",
         shaping,
-        "Speedups, sequential / overlapped, CUDA graphs; bold is the highest. Shaped and unshaped "
-        "are of the sweep, of which the best is shown; the carve-out is of the rotation of arms. "
-        "All with SM collectives, the parts too.",
+        "Speedups are sequential / overlapped, in CUDA graphs. Bold is the highest. Shaped and "
+        "unshaped are the best of a sweep, the carve-out is from the rotation of arms. All "
+        "collectives, those of the parts too, run on SMs.",
     ),
 )

@@ -215,8 +215,8 @@ def said(*ops: str) -> Callable[[Mapping[int, list[Row]]], str]:
     def write(found: Mapping[int, list[Row]]) -> str:
         return "\n\n".join(
             f"{row['op']}: {row['calls']:,} calls on {ranks} GPUs in {row['seconds']:.0f} s, "
-            f"{row['eager']:,} of them eager, the others replayed, ranks late at random, each "
-            f"compared on the device with its expected bits: {row['wrong']} differ."
+            f"{row['eager']:,} of them eager, the others replayed, with ranks late at random. Of "
+            f"their results, compared on the device with the expected bits, {row['wrong']} differ."
             for ranks, rows in found.items()
             for row in rows
             if row["op"] in ops

@@ -155,7 +155,8 @@ def gradients(training: Any) -> list[Tensor]:
 
 MOST_TABLES = 26
 NOTE = (
-    "Milliseconds of the slowest rank, eager calls, all ways of a size in one randomised rotation."
+    "Times are milliseconds of the slowest rank in eager calls. All ways of a size ran in one "
+    "randomised rotation."
 )
 STEP_NOTE = " A step of *fused* has row-wise Adagrad in the tables' backward, the others torch's."
 

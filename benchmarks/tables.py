@@ -87,8 +87,9 @@ def torch_note(cases: Sequence[Timed], *peers: str, ours: str = "auto") -> str:
         return "torch's operators were timed in a graph only, not eagerly."
     some = "" if len(eager) == len(cases) else f" ({len(eager)} of {len(cases)} cases)"
     return (
-        f"Two times are in a graph and eagerly behind a backlog{some}, each beside *{ours}* in one "
-        f"rotation; torch / {ours} is of the mode in which torch does better."
+        f"Of two times the first is in a graph, the second eager behind a backlog{some}. Each was "
+        f"measured beside *{ours}* in one rotation. torch / {ours} is of the mode that suits torch "
+        "better."
     )
 
 

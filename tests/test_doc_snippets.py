@@ -40,6 +40,14 @@ def test_commands_that_need_no_gpu_run(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert [path.name for path in tmp_path.iterdir()] == ["plan.png"]
 
 
+def test_a_step_at_scale_is_priced_as_shown():
+    commands, (shown,) = blocks(DOCS / "scale.md", "")[0], blocks(DOCS / "scale.md", "console")
+    first = next(line for line in commands.splitlines() if line.startswith("counterpoint"))
+    result = CliRunner().invoke(app, shlex.split(first)[1:])
+    printed = "\n".join(line.rstrip() for line in result.output.splitlines())
+    assert printed.startswith(shown), printed
+
+
 @on_ranks(4)
 def test_own_plan_runs_on_four_ranks(rank: int, world_size: int, tmp_path: Path):
     """The file that docs/plans.md leaves, in a folder of each rank, and the call that takes it."""

@@ -186,14 +186,18 @@ def test_scores_of_what_is_held_out_are_published_where_there_are_rows(
     assert parts_of(held) == {HELD_OUT: held}
     monkeypatch.setattr(evaluate, "committed", lambda: {2: before})
     assert evaluate.scores({}).startswith("**2 GPUs, held-out: 56 scenarios: not measured.**")
-    assert "56 held-out scenarios: not measured. 40 of" in evaluate.short_scores({})
+    assert "before (the 56 held-out ones are not measured):" in evaluate.short_scores({})
     monkeypatch.setattr(evaluate, "committed", lambda: {2: [*before, *held]})
     text, line = evaluate.scores({}), evaluate.short_scores({})
     assert text.startswith("**2 GPUs, held-out: 8 scenarios**") and "not measured" not in text
     assert f"**2 GPUs, {UNSEEN}: 40 scenarios**" in text
     auto = next(way.score for way in ways_of(held, None) if way.name == AS_MEASURED)
-    assert auto is not None and f"in {auto.right:.0%}, {auto.mean_regret:.1%} slower" in line
-    assert line.startswith("- 2 GPUs, 8 held-out scenarios of 56: within") and "before" not in line
+    assert auto is not None
+    head, measured, now = line.splitlines()
+    assert head == "- 2 GPUs, 8 held-out scenarios of 56:"
+    assert measured.startswith(f"    - *{AS_MEASURED}*: within 2 %")
+    assert f"in {auto.right:.0%}, {auto.mean_regret:.1%} slower" in measured
+    assert now.startswith("    - *the model now")
 
 
 def rows_of_experts(ranks: int) -> list[dict]:

@@ -147,8 +147,8 @@ def test_auto_of_experts_is_timed_by_its_own_plan_not_by_the_fastest(
         some = experts.said(rows)
         assert some[0].auto[1] == seconds
         text = experts.auto_means(some)
-        assert "one kernel, 0.75 (1 cases, 0.75 to 0.75, slower in 1)" in text
-        assert f"host-known equal counts {mean} (1 cases" in text
+        assert "0.75 with counts on the device" in text and "0.75, slower in 1)" in text
+        assert f"{mean} with equal counts that the host knows (1 cases" in text
 
 
 def test_sections_are_filled_and_those_without_rows_stay(tmp_path: Path):

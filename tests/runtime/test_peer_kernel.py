@@ -173,7 +173,6 @@ def test_the_test_kit_says_what_it_needs():
         "    except cp.UnsupportedError as error: print(error)\n"
     ), TRITON_INTERPRET="1")  # fmt: skip
     assert said.splitlines() == [
-        "counterpoint.testing.interleave: greenlet is not installed; "
-        "pip install 'counterpoint[testing]'",
+        "counterpoint.testing.interleave: greenlet is not installed; pip install greenlet",
         "ptx.compiled: this process interprets; unset TRITON_INTERPRET",
     ]

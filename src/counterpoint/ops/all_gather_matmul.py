@@ -82,7 +82,8 @@ def all_gather_matmul(
         w: dtype of x, [K, N] of any strides; pass `weight.t()` of a torch.nn.Linear. Or several
             of them, of one K: x is gathered once for all.
         group: whose ranks take part, all with the same arguments; the default group if None. CPU
-            tensors take a gloo group of one host, CUDA tensors an NCCL group of one node.
+            tensors take a gloo group, CUDA tensors an NCCL group. Its ranks may be on several
+            islands, such as hosts.
         bias: dtype of x, or bf16 with `Scaled`, [N], added once; not with several weights.
         plan: "auto", a family ("serial", "direct", "shard_p2p", "graded", or one finer than shards
             such as "uniform_fused_1d"), a spec such as "graded 1/1/2 ring", a Plan, which is

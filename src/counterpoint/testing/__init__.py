@@ -6,5 +6,5 @@
 - `counterpoint.testing.ptx`: compile it for GPUs that are not here, and check the order of stores,
   barriers, releases and acquires, its registers and its spills.
 
-`pip install 'counterpoint[testing]'` adds greenlet, which interleaving needs.
+Interleaving needs greenlet: `pip install greenlet`.
 """

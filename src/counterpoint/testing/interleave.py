@@ -18,7 +18,7 @@ are in order: `counterpoint.testing.ptx` looks for that.
 
 The process must interpret (TRITON_INTERPRET=1); the memory of the ranks is plain CPU tensors. Use
 `counterpoint.testing.ranks.interpreted_ranks(test, 1)` for such a process. It takes greenlet:
-`pip install 'counterpoint[testing]'`.
+`pip install greenlet`.
 """
 
 import inspect
@@ -43,8 +43,7 @@ try:
     import greenlet
 except ImportError as error:
     raise UnsupportedError(
-        "counterpoint.testing.interleave: greenlet is not installed; "
-        "pip install 'counterpoint[testing]'"
+        "counterpoint.testing.interleave: greenlet is not installed; pip install greenlet"
     ) from error
 
 INTERPRETER: Any = interpreter  # most of what follows is private
