@@ -19,7 +19,7 @@ import counterpoint as cp
 from benchmarks.choice import choice_of
 from benchmarks.declare import Arms, Bench, Benchmark, Call, Case, Section
 from benchmarks.rows import Row, taken
-from benchmarks.tables import Column, arm, by_machine, sizes, table
+from benchmarks.tables import INVARIANT, Column, arm, by_machine, price_note, sizes, table
 from counterpoint.measure.timing import relative_error
 from counterpoint.problem import Problem
 
@@ -73,7 +73,7 @@ def arms(case: Case, bench: Bench) -> Arms:
     if not isinstance(one, str):
         calls["torch one_shot"] = lambda i: norm(one(i), residual, weight)
     calls |= {"norm": lambda _: norm(x, residual, weight)}
-    calls |= {plan: ours(plan) for plan in PLANS}
+    calls |= {plan: ours(plan) for plan in (*PLANS, INVARIANT)}
     want, _ = normed(bench.summed(x.double()), residual.double(), weight.double())
     problem = Problem("all_reduce_norm", m, n, ranks=bench.ranks, residual=True, eps=EPS)
     choice = choice_of(problem, bench)
@@ -110,6 +110,7 @@ def norms_table(rows: list[Row]) -> str:
     found = taken(rows, "m", "n")
     mean = geometric_mean(c.s("serial") / c.s("auto") for c in found)
     note = f"Microseconds a call, in a graph. NCCL / auto, geometric mean: {mean:.2f}."
+    note += price_note(found)
     return table(TABLE, found, note)
 
 
