@@ -1,7 +1,9 @@
 """The one writer: sections of pages, columns, and what committed rows say."""
 
+from importlib import invalidate_caches
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
@@ -16,7 +18,9 @@ from benchmarks import (
     islands,
     islands_predicted,
     losses,
+    norms,
     overlap,
+    peers,
     prefill,
     resources,
     scale_steps,
@@ -105,6 +109,34 @@ def test_fp8_is_compared_with_serial_torch_and_bf16_in_the_mode_that_is_said():
     assert ("Geometric means of 10 shapes: serial / fp8 1.50 (least 1.50), torch / fp8 1.20 (least "
             "1.20), bf16 / fp8 1.40 (least 1.40).") in text  # fmt: skip
     assert "each beside *fp8* in one rotation" in text
+
+
+def test_norms_are_compared_with_the_best_of_the_others_that_are_there():
+    times = {"serial": 40.0, "torch one_shot": 30.0, "kraken": 25.0, "norm": 4.0, "direct": 21.0,
+             "fused": 20.0, "auto": 20.0, "auto invariant": 22.0}  # fmt: skip
+    rows = [HEAD | {"m": m, "n": 8192, "arm": arm, "mode": "graph", "median_s": t * 1e-6}
+            for m in (1, 512) for arm, t in times.items()
+            if arm != "kraken" or m == 1]  # fmt: skip
+    text = norms.norms_table(rows)
+    lines = text.splitlines()
+    assert lines[2].endswith("| 30.0 | 25.0 | 21.0 | 20.0 | **20.0** | - | **2.00** | **1.25** |")
+    assert lines[3].endswith("| 30.0 | - | 21.0 | 20.0 | **20.0** | - | **2.00** | **1.50** |")
+    assert "NCCL / auto 2.00 (least 2.00), best other / auto 1.37 (least 1.25)" in text
+    assert "Batch-invariant auto takes 1.10x the time of auto" in text
+
+
+def test_code_of_others_is_from_a_folder_that_may_not_be_there(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    monkeypatch.setattr(peers, "FOLDER", tmp_path)
+    monkeypatch.setattr("sys.path", [])
+    assert peers.peer("deep", "deep.sea") == "there is no checkout of deep in .peers/"
+    (tmp_path / "deep" / "deep").mkdir(parents=True)
+    assert str(peers.peer("deep", "deep.sea")).startswith("deep.sea cannot be imported: No module")
+    (tmp_path / "deep" / "deep" / "sea.py").write_text("depth = 11")
+    invalidate_caches()
+    found: Any = peers.peer("deep", "deep.sea")
+    assert found.depth == 11
 
 
 def test_prefill_is_24_shapes_whose_means_are_by_width():

@@ -196,6 +196,42 @@ def test_compiled_and_the_norm(gpus):
             assert torch.equal(y, whole[:m]) and torch.equal(h, total[:m])
 
 
+@pytest.mark.parametrize("layer", [False, True], ids=["rms", "layer"])
+@pytest.mark.parametrize("n", [4096, 16384, 20000])  # in one block of columns, and in two
+def test_norms_of_sums(gpus, n, layer):
+    """For all M and plans, of y, h and scales; in a graph, too."""
+    own = torch.Generator("cuda").manual_seed(7 + dist.get_rank())
+    alike = torch.Generator("cuda").manual_seed(5)
+    x = torch.randn(MOST, n, device="cuda", generator=own).bfloat16()
+    residual = torch.randn(MOST, n, device="cuda", generator=alike).bfloat16()
+    weight, bias = torch.randn(2, n, device="cuda", generator=alike).bfloat16()
+
+    def call(m, plan, fp8=False):
+        given, options = (x[:m], residual[:m], weight), {"plan": f"{plan} invariant"}
+        options |= {"out_dtype": torch.float8_e4m3fn} if fp8 else {}
+        if layer:
+            return cp.all_reduce_layer_norm(*given, bias, **options)
+        return cp.all_reduce_rms_norm(*given, **options)
+
+    for fp8 in (False, True):
+        whole, wrong = call(MOST, "serial", fp8), {}
+        for plan in ("auto", "serial", "direct"):
+            for m in ROWS if plan == "auto" else FEW:
+                got = [t.float() for t in call(m, plan, fp8)]
+                wrong[plan, m] = sum(int((a != b[:m].float()).sum())
+                                     for a, b in zip(got, whole, strict=True))  # fmt: skip
+        assert not any(wrong.values()), {k: v for k, v in wrong.items() if v}
+    whole = call(33, "auto")
+    graph = torch.cuda.CUDAGraph()
+    with no_collector(), torch.cuda.graph(graph):
+        y, h = call(33, "auto")
+    graph.replay()
+    assert torch.equal(y, whole[0]) and torch.equal(h, whole[1])
+    with pytest.raises(cp.InputError, match="it adds up the columns of a row"):
+        call(1, "fused")
+    cp.check()
+
+
 @pytest.mark.parametrize("op", ["matmul_reduce_scatter", "matmul_all_reduce"])
 def test_a_bias_is_added_to_the_rounded_sum(gpus, op):
     """Eagerly, replayed, and in a graph of the user's own."""

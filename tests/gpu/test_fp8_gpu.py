@@ -98,6 +98,37 @@ def test_compiled(gpus, kind):
     cp.check()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_norm_behind_a_sum(gpus, kind):
+    """As behind the sum that is there, eagerly and in a graph; its result in fp8, too."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    for rows, plan in ((8, "direct"), (256, "shard_p2p")):
+        case = Case(AR, kind, plan, (rows,) * ranks, 512, 256, bias=True)
+        x, w, bias = operands(case, ranks, 13, gpus)[rank]
+        alike = torch.Generator("cuda").manual_seed(3)
+        residual = torch.randn(rows * ranks, 256, device=gpus, generator=alike).bfloat16()
+        weight = torch.randn(256, device=gpus, generator=alike).bfloat16()
+        total = call(case, operands(case, ranks, 13, gpus)[rank])
+        for out in (None, torch.float8_e4m3fn):
+
+            def run(out=out, plan=plan, x=x, w=w, bias=bias, residual=residual, weight=weight):
+                return cp.matmul_all_reduce_rms_norm(
+                    x, w, bias=bias, residual=residual, norm_weight=weight, plan=plan, out_dtype=out
+                )
+
+            given = total, residual, weight, None, None, "rms", 1e-6, bool(out)
+            want = torch.ops.counterpoint.add_norm(*given)
+            eager = [run() for _ in range(4)]  # the third is a graph
+            graph = torch.cuda.CUDAGraph()
+            with no_collector(), torch.cuda.graph(graph):
+                captured = run()
+            graph.replay()
+            for found in (*eager, captured):
+                assert all(torch.equal(a.float(), b.float())
+                           for a, b in zip(found, want, strict=True))  # fmt: skip
+    cp.check()
+
+
 def test_layers_in_fp8(gpus):
     """Forward of what was quantised, backward of bf16 to the bit; compiled with inductor."""
     ranks = dist.get_world_size()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from island_bodies import on_islands, plans_run
 from on_ranks import on_ranks
-from rank_bodies import device, world
+from rank_bodies import by_reference, device, world
 from scaled_bodies import (
     AG,
     AR,
@@ -27,6 +27,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import counterpoint as cp
+from counterpoint.ops.norms import Norm, by_torch
 from counterpoint.ops.samples import sample_of
 from counterpoint.plan.families import families
 from counterpoint.plan.operation import operation_of
@@ -270,6 +271,58 @@ def test_what_stands_there_is_each_number_times_its_scale():
     scale = torch.tensor([[2.0, 3.0]])
     want = data.double() * torch.cat([torch.full((128,), 2.0), torch.full((128,), 3.0)])
     assert torch.equal(exact(cp.Scaled(data, scale)), want)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(2)
+def test_a_norm_behind_a_sum(rank: int, ranks: int, kind: str):
+    """As behind the sum that is there: RMS and LayerNorm, fp8 on both sides; compiled, too."""
+    case = Case(AR, kind, "serial", (2, 2), bias=True)
+    x, w, bias = operands(case, ranks, 29, device())[rank]
+    alike = torch.Generator().manual_seed(3)
+    residual, weight, norm_bias = (
+        torch.randn(*shape, generator=alike).bfloat16() for shape in ((4, case.n), *[(case.n,)] * 2)
+    )
+    total = call(case, Operands(x, w, bias))
+    for layer, out_dtype in ((False, None), (True, None), (True, E4M3)):
+        norm, of = cp.matmul_all_reduce_rms_norm, Norm("rms", 1e-3, bool(out_dtype))
+        more: dict[str, Any] = {"residual": residual, "norm_weight": weight, "eps": 1e-3}
+        if layer:
+            norm, of = cp.matmul_all_reduce_layer_norm, of._replace(kind="layer")  # type: ignore[assignment]
+            more["norm_bias"] = norm_bias
+        given = {"x": total, "residual": residual, "weight": weight}
+        want = by_torch(of, given | ({"bias": norm_bias} if layer else {}))
+
+        def run(norm: Any = norm, more: Any = more, out: Any = out_dtype) -> tuple[Tensor, ...]:
+            return norm(x, w, bias=bias, plan="serial", out_dtype=out, **more)
+
+        compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+        with by_reference():
+            for found in (run(), run(), compiled()):
+                assert all(torch.equal(a.float(), b.float())
+                           for a, b in zip(found, want, strict=True))  # fmt: skip
+
+
+@on_ranks(2)
+def test_what_a_norm_behind_scales_refuses(rank: int, ranks: int):
+    x, w, _ = operands(Case(AR, "row", "serial", (2, 2)), ranks, 31, device())[rank]
+    residual, weight = torch.zeros(4, 48).bfloat16(), torch.ones(48).bfloat16()
+    bf16 = "torch.bfloat16 on cpu where x has scales"
+    cases: list[tuple[str, dict[str, Any]]] = [
+        (f"residual must be {bf16}, got torch.float32 on cpu", {"residual": residual.float()}),
+        (f"norm_weight must be {bf16}, got torch.float16 on cpu", {"norm_weight": weight.half()}),
+        ("out_dtype must be torch.float8_e4m3fn, or torch.bfloat16 where x has scales, got "
+         "torch.float16", {"out_dtype": torch.float16}),
+        ("w must be one counterpoint.Scaled, as x is, got Tensor", {"w": w.data}),
+        ("bias must be torch.bfloat16, where x has scales, got torch.float32",
+         {"bias": torch.zeros(48)}),
+    ]  # fmt: skip
+    base: dict[str, Any] = {"x": x, "w": w, "residual": residual, "norm_weight": weight}
+    for text, wrong in cases:
+        with pytest.raises(cp.InputError, match=f"matmul_all_reduce_rms_norm: {re.escape(text)}"):
+            cp.matmul_all_reduce_rms_norm(**(base | wrong))
+    with cp.batch_invariant(), pytest.raises(cp.InputError, match="left out of batch-invariant"):
+        cp.matmul_all_reduce_rms_norm(**base)
 
 
 @on_ranks(2)

@@ -14,13 +14,14 @@ depth = 0
 class batch_invariant:
     """A context in which a row's bits do not depend on how many rows are beside it.
 
-    Of `all_gather_matmul`, `matmul_reduce_scatter`, `matmul_all_reduce`,
-    `matmul_all_reduce_rms_norm` and its LayerNorm, and the layers that call them. Every row is
+    Of `all_gather_matmul`, `matmul_reduce_scatter`, `matmul_all_reduce`, `all_reduce_rms_norm`,
+    `matmul_all_reduce_rms_norm`, both LayerNorms, and the layers that call them. Every row is
     multiplied over the whole of K in one order, by a matmul of our own; partial results are rounded
     to the dtype of x at any number of rows, and summed in fp32 in the order of ranks. So the plan
     does not matter either: "auto" chooses among those that keep to this, and others are refused. A
     bias is added as in `all_gather_matmul`; to a sum over ranks it is added once that has been
-    rounded. Other operators of several ranks are refused.
+    rounded. A norm is a kernel of its own behind the sum. Other operators of several ranks are
+    refused.
 
     Same bits need the same kind of GPU, versions of Triton and of this library, number of ranks,
     weights and dtype; a sum that rounds to zero may have either sign. Gradients are computed as

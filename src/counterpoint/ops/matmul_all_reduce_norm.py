@@ -7,17 +7,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from counterpoint.errors import CounterpointError
-from counterpoint.ops import call
+from counterpoint.ops import call, scaled
 from counterpoint.ops.agreement import refused
-from counterpoint.ops.check import autocast, check_tensors
+from counterpoint.ops.check import autocast
 from counterpoint.ops.matmul_all_reduce import OP, anew
 from counterpoint.ops.norms import Kind, Norm, check_like, norm_of, refuse_gradient
-from counterpoint.ops.scaled import NO_SCALES
+from counterpoint.ops.scaled import NO_SCALES, Scaled
 
 
 def matmul_all_reduce_rms_norm(
-    x: Tensor,
-    w: Tensor,
+    x: Tensor | Scaled,
+    w: Tensor | Scaled,
     *,
     residual: Tensor | None,
     norm_weight: Tensor,
@@ -34,10 +34,11 @@ def matmul_all_reduce_rms_norm(
     decoder layer. Same bits on all ranks. Differentiable; an fp8 result wants no gradients.
 
     Args:
-        x: a tensor, as for `matmul_all_reduce`; so are `w`, `group`, `bias` and `plan`. Under
-            autocast all tensors but `scale` are cast.
-        residual: dtype of x, [M, ..., N], equal on all ranks; None: h is the sum.
-        norm_weight: dtype of x, [N], equal on all ranks.
+        x: as for `matmul_all_reduce`; so are `w`, `group`, `bias` and `plan`. Under autocast all
+            tensors but `scale` are cast, or with `Scaled` none.
+        residual: dtype of x, or bf16 with `Scaled`, [M, ..., N], equal on all ranks; None: h is the
+            sum.
+        norm_weight: dtype of x, or bf16 with `Scaled`, [N], equal on all ranks.
         eps: added to the mean square.
         out_dtype: as for `all_reduce_rms_norm`; so is `scale`.
 
@@ -60,8 +61,8 @@ def matmul_all_reduce_rms_norm(
 
 
 def matmul_all_reduce_layer_norm(
-    x: Tensor,
-    w: Tensor,
+    x: Tensor | Scaled,
+    w: Tensor | Scaled,
     *,
     residual: Tensor | None,
     norm_weight: Tensor,
@@ -77,7 +78,7 @@ def matmul_all_reduce_layer_norm(
 
     Args:
         x: as for `matmul_all_reduce_rms_norm`; so are all others but `norm_bias` and `eps`.
-        norm_bias: dtype of x, [N], equal on all ranks; None: none.
+        norm_bias: dtype of x, or bf16 with `Scaled`, [N], equal on all ranks; None: none.
         eps: added to the variance.
 
     Returns:
@@ -101,24 +102,28 @@ def _normed(
     op: str, given: tuple[Any, ...], settings: tuple[Kind, float, torch.dtype | None, Any],
     group: dist.ProcessGroup | None, plan: str,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """The product, summed and normalised, in the dtype of autocast.
+    """The product, summed and normalised, in the dtype of autocast, but for fp8.
 
     Raises:
         InputError, UnsupportedError: tensors do not fit one another, or this GPU; on all ranks.
     """
     kind, eps, out_dtype, scale = settings
+    (x, w, *others), scales = given, NO_SCALES
+    if isinstance(x, Scaled) or isinstance(w, Scaled):
+        x, w, scales = scaled.apart(op, x, w, group)
+    else:
+        x, w, *others = autocast(*given)
+    bias, residual, weight, norm_bias = others
     try:
-        x, w, bias, residual, weight, norm_bias = autocast(*given)
-        check_tensors(op, x, w, bias)  # type: ignore[arg-type]
-        assert x is not None and w is not None
+        x, w, bias, scales = scaled.checked(op, x, w, (bias, *scales))  # type: ignore[arg-type]
         more = {"residual": residual, "norm_weight": weight, "norm_bias": norm_bias}
         check_like(op, x, (*x.shape[:-1], w.shape[-1]), **more)
         norm = norm_of(op, kind, eps, x, out_dtype, scale)
         refuse_gradient(op, norm, x=x, w=w, bias=bias, **more)
     except CounterpointError as error:
-        raise refused(error, group, given[0]) from None
+        raise refused(error, group, x) from None
     behind = _facts(norm, residual is not None, norm_bias is not None, scale is not None)
-    tensors = x, w, bias, *NO_SCALES
+    tensors = x, w, bias, *scales
     found, key, group = call.repeated(OP, tensors, group, plan, settings=(behind,))
     y = found[0] if found else anew(x, w, tensors[2:], group, plan, key, behind)
     return tuple(torch.ops.counterpoint.add_norm(y, residual, weight, norm_bias, scale, *norm))

@@ -12,6 +12,7 @@ from counterpoint.errors import InputError, UnsupportedError
 from counterpoint.kernels import add_norm
 from counterpoint.ops.check import DTYPES, check_dense, check_place
 from counterpoint.ops.register import once, register
+from counterpoint.ops.scaled import result_of
 from counterpoint.runtime.device_limits import capability_of, refused_on
 from counterpoint.runtime.launch import Grid, Launch, aligned
 
@@ -54,8 +55,8 @@ def norm_of(op: str, kind: Kind, eps: object, x: Tensor, out_dtype: object, scal
     """
     if type(eps) not in (int, float) or not 0 <= eps < inf:  # type: ignore[operator]
         raise InputError(op, "eps", want="a number >= 0", got=eps)
-    if out_dtype not in (None, FP8, x.dtype):
-        want = f"{FP8}, or {x.dtype} as x"
+    if out_dtype not in (None, FP8, result_of(x)):
+        want = f"{FP8}, or {result_of(x)} {_as_x(x)}"
         raise InputError(op, "out_dtype", want=want, got=out_dtype)
     fp8 = out_dtype == FP8
     if scale is not None:
@@ -89,8 +90,15 @@ def refuse_gradient(op: str, norm: Norm, **tensors: Tensor | None) -> None:
             raise InputError(op, name, want=want, got="a tensor that requires one", fix=fix)
 
 
+def _as_x(x: Tensor) -> str:
+    """Why a dtype is wanted."""
+    return "as x" if result_of(x) == x.dtype else "where x has scales"
+
+
 def check_like(op: str, x: Tensor, shape: Sequence[int], **tensors: Tensor | None) -> None:
-    """Refuse what is not of the dtype and device of x: a residual of `shape`, rows of its columns.
+    """Refuse what is not of the dtype and device of sums of x.
+
+    That is a residual of `shape`, and rows of its columns.
 
     Raises:
         InputError: names the argument.
@@ -100,9 +108,10 @@ def check_like(op: str, x: Tensor, shape: Sequence[int], **tensors: Tensor | Non
             continue
         check_dense(op, **{name: tensor})
         assert tensor is not None
-        if tensor.dtype != x.dtype or tensor.device != x.device:
+        if tensor.dtype != result_of(x) or tensor.device != x.device:
             got = f"{tensor.dtype} on {tensor.device}"
-            raise InputError(op, name, want=f"{x.dtype} on {x.device} as x", got=got)
+            want = f"{result_of(x)} on {x.device} {_as_x(x)}"
+            raise InputError(op, name, want=want, got=got)
         want = tuple(shape) if name == "residual" else (shape[-1],)
         if tuple(tensor.shape) != want:
             text = f"{want}" if name == "residual" else f"[N={shape[-1]}]"

@@ -103,9 +103,10 @@ def plan_of(
 
 
 def _without_bias(problem: Problem) -> Problem:
-    """Of a sum over ranks, to which a batch-invariant call adds its bias: see `add_bias`."""
+    """Of products summed over ranks, to which such a call adds its bias: see `add_bias`."""
     _, summed = problem.operation.moved(problem)
-    return replace(problem, bias=False) if problem.bias and summed else problem
+    added = problem.bias and summed and not problem.norm
+    return replace(problem, bias=False) if added else problem
 
 
 def of_islands(problem: Problem, workspace: Workspace) -> Problem:

@@ -20,8 +20,8 @@ MICRO = "mxfp8 and nvfp4 need a GPU of compute capability 10.0, and are not supp
 class Scaled(NamedTuple):
     """An fp8 tensor and its scales: what stands there is data * scale.
 
-    As x and w of `all_gather_matmul`, `matmul_reduce_scatter` and `matmul_all_reduce`, both with
-    scales of one kind:
+    As x and w of `all_gather_matmul`, `matmul_reduce_scatter`, `matmul_all_reduce`, and of this one
+    with a norm behind it, both with scales of one kind:
 
     - per tensor: a scale [] or [1] each. That of a gathered x is the same on all ranks, which
       compare it at the first call of a size.

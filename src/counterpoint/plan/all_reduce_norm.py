@@ -183,7 +183,9 @@ def candidates(p: Problem) -> tuple[str, ...]:
 
 
 def _least_launches(p: Problem) -> str:
-    return "fused" if not refusal(p) else "direct" if not refusal_of_direct(p) else ""
+    if not (p.invariant or refusal(p)):
+        return "fused"
+    return "direct" if not refusal_of_direct(p) else ""
 
 
 def seconds(p: Problem, step: Step, machine: Machine) -> float:
@@ -244,6 +246,7 @@ OPERATION = Operation(
     overlapped=lambda p, copy_longer: _least_launches(p),
     gradient="serial",
     shares_rows=False,
+    invariant=True,
     fused_s=seconds,
     rule=lambda p, machine: _least_launches(p),
     filled=filled,

@@ -1,8 +1,8 @@
 """Batch-invariant plans, by which the bits of a row do not depend on M: what they may do.
 
 They multiply a row by the whole of K, round the product as x is rounded, and sum all ranks in the
-order of their numbers, in fp32, rounded once. So they agree with each other, too. Beyond that they
-cut, copy and send as they like.
+order of their numbers, in fp32, rounded once. A norm stands behind that in a kernel of its own. So
+they agree with each other, too. Beyond that they cut, copy and send as they like.
 """
 
 from dataclasses import replace
@@ -35,6 +35,8 @@ def varies(plan: Plan) -> str:
             return "it adds products to a sum that is rounded"
         if step.kind == "reduce" and summed < plan.problem.ranks:
             return "it sums some ranks before the others"
+        if step.kind == "fused" and step.spins and plan.problem.norm:
+            return "it adds up the columns of a row by as many threads as its sum over ranks takes"
     return ""
 
 

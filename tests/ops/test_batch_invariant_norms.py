@@ -1,0 +1,179 @@
+"""Batch-invariant sums over ranks with their norm, on CPU ranks: bits of a row, whatever M is."""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from on_ranks import on_ranks
+from rank_bodies import by_reference
+from torch import Tensor
+
+import counterpoint as cp
+from counterpoint import InputError, PlanError, Problem, build, choose, validate
+from counterpoint.ops.norms import Norm, by_torch
+from counterpoint.plan.steps import Plan
+
+MOST, K, N, EPS = 8192, 24, 40, 1e-5
+ROWS = (1, 2, 3, 7, 16, 33, 64, 65, 128, 1000, MOST)
+FEW = (1, 2, 5, 9)
+FP8 = torch.float8_e4m3fn
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class Rows:
+    """What all ranks sum and normalise, and what each row of the results has to be."""
+
+    def __init__(self, rank: int, ranks: int, dtype: torch.dtype, layer: bool, fp8: bool) -> None:
+        def normal(*shape: int, seed: int) -> Tensor:
+            return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+        xs = [normal(MOST, N, seed=r) for r in range(ranks)]
+        self.x, self.residual = xs[rank], normal(MOST, N, seed=90)
+        self.weight, self.bias = normal(N, seed=91), normal(N, seed=92) if layer else None
+        self.layer, self.fp8 = layer, fp8
+        total = torch.zeros(MOST, N)
+        for x in xs:
+            total += x
+        self.want = by_torch(Norm("layer" if layer else "rms", EPS, fp8), {
+            "x": total.to(dtype), "residual": self.residual, "weight": self.weight,
+            "bias": self.bias,
+        })  # fmt: skip
+
+    def call(self, m: int, plan: str | Plan, first: int = 0) -> Sequence[Tensor]:
+        x, residual = (t[first : first + m] for t in (self.x, self.residual))
+        options: dict[str, Any] = {"eps": EPS, "plan": plan, "out_dtype": FP8 if self.fp8 else None}
+        if self.layer:
+            return cp.all_reduce_layer_norm(x, residual, self.weight, self.bias, **options)
+        return cp.all_reduce_rms_norm(x, residual, self.weight, **options)
+
+
+def differ(found: Sequence[Tensor], want: Sequence[Tensor]) -> int:
+    """Rows that differ in a bit of some result."""
+    bad = [(a.view(torch.uint8) != b.view(torch.uint8)).any(1) if a.dtype == FP8 else
+           (a != b).any(1) for a, b in zip(found, want, strict=True)]  # fmt: skip
+    return int(torch.stack(bad).any(0).sum())
+
+
+def takes(spec: str, m: int, ranks: int, dtype: torch.dtype) -> bool:
+    p = Problem("all_reduce_norm", m, N, ranks=ranks, dtype=dtype, invariant=True)  # type: ignore[arg-type]
+    family = p.operation.family(spec)
+    return spec == "auto" or (family is not None and not family.refusal(p))
+
+
+@pytest.mark.parametrize(("layer", "fp8"), [(False, False), (True, False), (True, True)])
+@on_ranks(1, 2, 3, 4)
+def test_bits_of_a_row_depend_neither_on_m_nor_on_the_plan(
+    rank: int, ranks: int, layer: bool, fp8: bool
+) -> list[str]:
+    found, met = list[str](), set[str]()
+    for dtype in DTYPES:
+        rows = Rows(rank, ranks, dtype, layer, fp8)
+        for spec in ("auto", "serial", "direct"):
+            for m in ROWS:
+                if takes(spec, m, ranks, dtype):
+                    met.add(spec)
+                    with by_reference():
+                        results = rows.call(m, f"{spec} invariant")
+                    if bad := differ(results, [t[:m] for t in rows.want]):
+                        found.append(f"{spec} {dtype} M{m}: {bad} rows differ")
+    assert met == {"auto", "serial"} | ({"direct"} if ranks != 3 else set[str]())
+    return found
+
+
+@pytest.mark.parametrize("layer", [False, True])
+@on_ranks(2, 4)
+def test_kernels_have_the_same_bits_at_any_place(rank: int, ranks: int, layer: bool) -> list[str]:
+    """Interpreted."""
+    found: list[str] = []
+    for dtype, fp8 in ((torch.float16, False), (torch.float32, False), (torch.float32, True)):
+        rows = Rows(rank, ranks, dtype, layer, fp8)
+        whole = rows.call(max(FEW), "serial invariant")
+        for spec in ("serial", "direct"):
+            for m in FEW:
+                if takes(spec, m, ranks, dtype):
+                    first = max(FEW) - m
+                    results = rows.call(m, f"{spec} invariant", first)
+                    if bad := differ(results, [t[first:] for t in whole]):
+                        found.append(f"{spec} {dtype} M{m}: {bad} rows differ")
+    return found
+
+
+@on_ranks(4)
+def test_without_the_mode_bits_depend_on_the_plan(rank: int, ranks: int) -> None:
+    """Else the tests above would show nothing."""
+    rows = Rows(rank, ranks, torch.float32, False, False)
+    plain = [rows.call(4, plan) for plan in ("direct", "fused two_shot")]
+    want = [t[:4] for t in rows.want]
+    assert any(differ(results, want) for results in plain)
+
+
+def sums(rank: int, ranks: int, layer: bool) -> Callable[[int], Sequence[Tensor]]:
+    """A matmul, its sum over ranks and its norm, of so many rows."""
+    own = torch.Generator().manual_seed(rank)
+    x, w = torch.randn(MOST, K, generator=own).half(), torch.randn(K, N, generator=own).half()
+    alike = torch.Generator().manual_seed(99)
+    residual, weight = torch.randn(MOST, N, generator=alike).half(), torch.ones(N).half()
+    bias = torch.randn(N, generator=alike).half()
+
+    def call(m: int) -> Sequence[Tensor]:
+        given: dict[str, Any] = {"residual": residual[:m], "norm_weight": weight, "bias": bias}
+        if layer:
+            return cp.matmul_all_reduce_layer_norm(x[:m], w, norm_bias=bias, **given)
+        return cp.matmul_all_reduce_rms_norm(x[:m], w, **given)
+
+    return call
+
+
+@pytest.mark.parametrize("layer", [False, True])
+@on_ranks(2)
+def test_a_norm_behind_a_matmul(rank: int, ranks: int, layer: bool) -> list[str]:
+    call = sums(rank, ranks, layer)
+    with cp.batch_invariant(), by_reference():
+        whole = call(MOST)
+        bad = {m: differ(call(m), [t[:m] for t in whole]) for m in ROWS}
+    return [f"M{m}: {number} rows differ" for m, number in bad.items() if number]
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@on_ranks(2)
+def test_ways_to_ask(rank: int, ranks: int, inside: bool) -> None:
+    """The bias of a LayerNorm is no bias of the sum: no way leaves it out."""
+    rows = Rows(rank, ranks, torch.float32, True, False)
+    p = Problem("all_reduce_norm", 4, N, ranks=ranks, dtype="float32", bias=True, norm="layer",
+                residual=True, eps=EPS, invariant=True)  # fmt: skip
+    with cp.batch_invariant() if inside else nullcontext(), by_reference():
+        for plan in ("auto invariant", "direct invariant", build(p, "serial")):
+            assert not differ(rows.call(4, plan), [t[:4] for t in rows.want]), plan
+
+
+@on_ranks(2)
+def test_one_kernel_is_refused(rank: int, ranks: int) -> None:
+    rows = Rows(rank, ranks, torch.float16, False, False)
+    why = "it adds up the columns of a row by as many threads as its sum over ranks takes"
+    with pytest.raises(InputError, match=f"plan must be batch-invariant, .* {why}: bits depend"):
+        rows.call(4, "fused invariant")
+    x = rows.x[:4].clone().requires_grad_()
+    y, _ = cp.all_reduce_rms_norm(x, None, rows.weight, plan="serial invariant")
+    (dx,) = torch.autograd.grad(y.float().sum(), x)
+    first = dx.clone()
+    dist.broadcast(first, 0)
+    assert torch.equal(first, dx)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_plans_are_proved_and_a_choice_is_among_them(ranks: int):
+    p = Problem("all_reduce_norm", 8, 4096, ranks=ranks, residual=True, invariant=True)
+    for spec in ("serial", "direct"):
+        validate(build(p, spec))
+    plain = build(Problem("all_reduce_norm", 8, 4096, ranks=ranks, residual=True), "fused")
+    with pytest.raises(PlanError, match="is not batch-invariant: it adds up the columns of a row"):
+        validate(Plan(p, *(getattr(plain, name) for name in Plan.__dataclass_fields__
+                           if name != "problem")))  # fmt: skip
+    for m in (1, 64, 8192):
+        asked = Problem("all_reduce_norm", m, 4096, ranks=ranks, invariant=True)
+        for by in ("model", "rule"):
+            choice = choose(asked, "h200-8", by=by)  # type: ignore[arg-type]
+            assert choice.plan.family in ("serial", "direct"), (m, by)
