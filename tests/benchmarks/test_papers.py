@@ -95,13 +95,16 @@ def test_rows_of_the_fused_experiments(monkeypatch: pytest.MonkeyPatch):
             for order, k in (("own first", 0.7), ("remote first", 0.1))}  # fmt: skip
     some = [*rows("order of remote tasks", **late),
             *rows("programs", **{"lookup + all-to-all": (2.0, 0), "4 programs per SM": (1.6, 0),
-                                 "8 programs per SM": (1.0, 0)}),
+                                 "8 programs per SM": (1.0, 0),
+                                 "a program per task": (1.25, 0)}),
             *rows("slices", **{"1 slices": (1.1, 0), "4 slices": (1.0, 0)})]  # fmt: skip
     monkeypatch.setattr(paper_findings, "results", lambda name="": {2: some})
     order = fused_findings.order_of_tasks()
     assert order.verdict == "confirmed"
     assert "one rank 10 % late: ranks end 7.0% apart with own tasks first, 1.0%" in order.text
-    assert "4: 1.25x, 8: 2.00x" in fused_findings.occupancy_cost().text
+    assert "4: 1.25x, 8: 2.00x; by a grid with a program per task: 1.60x" in (
+        fused_findings.occupancy_cost().text
+    )
     assert fused_findings.slices().text == "of 1, 4, 4 are fastest, 1.100x over one"
     monkeypatch.setattr(paper_findings, "results", lambda name="": dict[int, list[Row]]())
     for read in (fused_findings.order_of_tasks, fused_findings.occupancy_cost,

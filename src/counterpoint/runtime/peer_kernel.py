@@ -114,6 +114,9 @@ class PeerKernel:
         group: whose ranks talk; the default group if None.
         num_warps: an option of Triton.
         num_stages: an option of Triton.
+        each: launch a program for each item, however many fit the GPU at once. Only for a kernel
+            in which a program waits when no other is left, as `is_last` tells it: any other one
+            would hang where its programs do not all fit.
 
     Raises:
         InputError: a size is negative, all are 0, or they differ between ranks; the kernel lacks
@@ -126,7 +129,7 @@ class PeerKernel:
     def __init__(
         self, kernel: Any, *, device: torch.device | str, payload_bytes: int = 0,
         num_flags: int = 0, num_words: int = 0, group: dist.ProcessGroup | None = None,
-        num_warps: int = 4, num_stages: int = 3,
+        num_warps: int = 4, num_stages: int = 3, each: bool = False,
     ) -> None:  # fmt: skip
         self.name: str = getattr(kernel, "__name__", "kernel")
         self.layout = Layout(payload_bytes, num_flags, num_words)
@@ -134,6 +137,7 @@ class PeerKernel:
         _check_sizes(self.layout)
         _check_names(kernel, self.name)
         self._options = {"num_warps": num_warps, "num_stages": num_stages}
+        self._each = each
         workspace = workspace_of(check_group(OP, group), self._device)
         workspace.check()
         workspace.refuse_growth("none: it makes its memory when it is made")
@@ -175,7 +179,7 @@ class PeerKernel:
             work: items that its programs share, equal on all ranks: tiles, blocks, rows. Where more
                 programs than fit the GPU at once would be needed, fewer are launched: a program
                 takes item `tl.program_id(0)`, then every `tl.num_programs(0)`-th. Some SMs are left
-                to collectives of other groups.
+                to collectives of other groups. With `each`, every item has a program.
             arguments: all others of the kernel, by name. Tensors lie on the kernel's device, and
                 live until the call has run. A new dtype, alignment or number is compiled anew, and
                 peers wait meanwhile.
@@ -220,8 +224,8 @@ class PeerKernel:
         given = {n: value for n, value in arguments.items() if isinstance(value, Tensor)}
         numbers = {n: value for n, value in arguments.items() if n not in given}
         launch = Launch(
-            self._kernel, tuple(given), self._fixed | numbers, Grid(work), self._device, OP,
-            self._options,
+            self._kernel, tuple(given), self._fixed | numbers, Grid(work, each=self._each),
+            self._device, OP, self._options,
         )  # fmt: skip
         if self._device.type == "cpu":
             return launch
