@@ -48,7 +48,7 @@ CLAIMS: dict[str, tuple[Claim, ...]] = {
         Claim("without priority, overlap decays to serial at high block counts", found.decays,
               "resources", "bench resources"),
         Claim("TimeRatio over a grid of 2..1024 x 2..1024 blocks (figure)", found.figure,
-              "paper_thread_blocks", "bench thread_blocks --paper"),
+              "paper_thread_blocks", "bench thread_blocks --paper --part 1/4"),
         Claim("both kernels run in up to about 90 % of the time (overlap rate)", found.rates,
               "paper_resources", PAPER),
         Claim("a model of resident blocks picks with a regret of 3.22 % (arXiv 2609.07536)",

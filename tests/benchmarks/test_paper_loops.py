@@ -24,6 +24,7 @@ from counterpoint.measure.trace import Activity
 from counterpoint.resources.controls import OFF, SEQUENTIAL, Controls
 from counterpoint.resources.pipeline import Pipeline
 from counterpoint.resources.run import Eager
+from counterpoint.resources.search import Space
 
 M, N, K = 128, 192, 64
 # the interpreter multiplies no bf16
@@ -97,7 +98,12 @@ class Able:
 def graph_rows(rank: int, ranks: int) -> list[Row]:
     """What a node with GPUs would write, its graphs and its trace made up."""
     shaped = Controls(blocks_per_sm=2)
-    tuned = SimpleNamespace(controls=Controls(delay_s=5e-6))
+    searched: list[tuple[int, ...]] = []
+
+    def tune(*_: Any, space: Space, **__: Any) -> AbstractContextManager[Any]:
+        searched.append(space.blocks_per_sm)
+        return nullcontext(SimpleNamespace(controls=Controls(delay_s=5e-6)))
+
     row = {"arm": "shapes", "controls": shaped.spec, "priority": False, "blocks_per_sm": 2,
            "unshaped": False, "median_s": 1.0, "time_ratio": 0.9}  # fmt: skip
     names = {"gemm": "matmul_kernel", "nccl": "ncclDevKernel"}
@@ -106,9 +112,9 @@ def graph_rows(rank: int, ranks: int) -> list[Row]:
                              event | {"name": names["nccl"], "dur": 4 + rank}]}  # fmt: skip
     made: dict[str, Any] = {
         "settings.Bench": Able,
-        "settings.space_of": lambda *_: SimpleNamespace(blocks_per_sm=(2,)),
+        "settings.space_of": lambda *_: Space(blocks_per_sm=(4, 3, 2, 1)),
         "unshaped": lambda _: 8, "sweep": lambda *_: ([row], {"shaping": shaped}),
-        "tune": lambda *_, **__: nullcontext(tuned), "traced": lambda call: (call(), trace),
+        "tune": tune, "traced": lambda call: (call(), trace),
         "resident": lambda _: {"comm_threads": 544, "beside_blocks": 0},
         "rotate": lambda arms, **more: rotate(arms, **more | {"soak_s": 0.0}),
     }  # fmt: skip
@@ -121,7 +127,9 @@ def graph_rows(rank: int, ranks: int) -> list[Row]:
         bench.on_gpu = True
         bench.meet = lambda: dist.barrier(bench.group)
         case = paper_resources.case_of(Pair("cb", "cuBLAS", "all_to_all"))
-        return measured(paper_resources.PAPER_RESOURCES, case, bench)
+        rows = measured(paper_resources.PAPER_RESOURCES, case, bench)
+    assert searched == [(2,)], "the shapes that the sweep has found to be best"
+    return rows
 
 
 def test_rows_of_graphs(pool: RankPool):

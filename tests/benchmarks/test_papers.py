@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import fused_findings, paper_findings, papers
+from benchmarks import fused_findings, options, paper_findings, papers, runner
 from benchmarks.options import NAMES, PAPER
 from benchmarks.paper_findings import Found
 from benchmarks.papers import CLAIMS, Claim, lines_of
@@ -35,8 +35,10 @@ def test_commands_exist(claim: Claim):
     command, *words = claim.command.split()
     assert command in {each.__name__ for each in COMMANDS}
     if command == "bench":
-        names = [word for word in words if not word.startswith("-")]
-        assert set(names) <= set(PAPER if "--paper" in words else NAMES)
+        asked = options.bench(words)
+        assert set(asked.names) <= {*NAMES, *PAPER.values()}
+        for name in asked.names:
+            assert runner.chosen(runner.declared(name), 2, part=asked.part)
 
 
 def test_a_number_that_does_not_hold_is_contradicted():
