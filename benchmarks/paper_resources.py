@@ -15,12 +15,15 @@ Source: arXiv 2606.09200; tuned and cuBLAS are ours.
 """
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 from benchmarks.declare import Bench, Benchmark, Case
-from benchmarks.loop import COLLECTIVE_BYTES, NUM_ITERATIONS, Loop, Pair, build, pairs
+from benchmarks.loop import COLLECTIVE_BYTES, NUM_ITERATIONS, Loop, Pair, alone_s, build, pairs
+from benchmarks.pictures import Axis, dots, place
 from benchmarks.resources import sweep, unshaped
 from benchmarks.rows import Row
 from counterpoint.errors import CounterpointError, UnsupportedError
@@ -41,6 +44,8 @@ KERNELS = ("cuBLAS", "64x64x32", "64x64x64")
 ROUNDS = 5
 SEARCH_S = 5.0
 PRIORITY = Controls(priority=True)
+RATIO = "TimeRatio: overlapped / sequential (lower is better)"
+SPELT = {"tuned": "counterpoint, tuned"}
 
 
 def cases(_: int) -> list[Case]:
@@ -240,7 +245,31 @@ def overlap_rate(found: Sequence[Activity]) -> float:
     return both_us / whole_us if whole_us else 0.0
 
 
+def pictures(found: Mapping[int, list[Row]], images: Path) -> None:
+    """TimeRatio of each arm of each pair, of the most GPUs; a panel for each setting of NCCL."""
+    rows = [r for r in next(iter(found.values())) if "time_ratio" in r and r["arm"] != "shapes"]
+    pairs = dict.fromkeys(row["pair"] for row in rows)
+    panels: dict[str, dict[str, dict[str, float]]] = {}
+    marks: dict[str, dict[str, float]] = {}
+    for row in sorted(rows, key=lambda row: row["nccl_threads"]):
+        threads, pair = row["nccl_threads"], row["pair"]
+        panel = f"NCCL with {threads} threads a block" if threads else "NCCL as it is"
+        dots_of = panels.setdefault(panel, {pair: {} for pair in pairs})[pair]
+        if row["arm"] == "sequential":
+            alone = alone_s(row["gemm_s"], row["comm_sm_s"], row["iterations"])
+            marks.setdefault(panel, {})[pair] = alone / row["median_s"]
+        else:
+            dots_of[SPELT.get(row["arm"], row["arm"])] = row["time_ratio"]
+    first, means = next(iter(panels.values())).values(), list[str]()
+    for arm in ("plain overlap", "priority", SPELT["tuned"]):
+        mean = geometric_mean(pair[arm] for pair in first if arm in pair)
+        means.append(f"{arm} {mean:.2f}")
+    dots(panels, images / "sharing-paper.svg", marks=marks, source=place(rows),
+         mark="parts alone (an estimate)", axis=Axis(RATIO, x_text="{:.2f}".format),
+         title=f"TimeRatio, means: {'; '.join(means)}")  # fmt: skip
+
+
 PAPER_RESOURCES = Benchmark(
-    "paper_resources", cases, rows=rows_of, unit="ms",
+    "paper_resources", cases, rows=rows_of, unit="ms", pictures=pictures,
     short=lambda case: case.name == "cb Triton 64x64x32 + all-to-all",
 )  # fmt: skip

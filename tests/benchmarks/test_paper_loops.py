@@ -178,6 +178,40 @@ def test_the_option_names_the_paper_s_own():
         options.bench(["decode", "--paper"])
 
 
+def paper_rows(threads: int, pairs: int) -> list[Row]:
+    """Made up: what the command writes, each arm at another ratio."""
+    ratios = {"sequential": 1.0, "plain overlap": 0.96, "priority": 0.8, "shaping": 0.93,
+              "shaping, priority": 0.78, "tuned": 0.7}  # fmt: skip
+    return [
+        FACTS | paper_resources.case_of(pair).facts | {
+            "nccl_threads": threads, "arm": arm, "median_s": 2e-2 * ratio, "iterations": 4,
+            "time_ratio": ratio + 0.02 * i, "gemm_s": 3e-3, "comm_sm_s": 2e-3, "ranks": 2}
+        for i, pair in enumerate(loop.pairs(paper_resources.KERNELS)[:pairs])
+        for arm, ratio in ratios.items()
+    ]  # fmt: skip
+
+
+def test_the_ratios_of_each_arm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    rows = paper_rows(256, 4) + paper_rows(0, 12)
+    rows.append(rows[0] | {"arm": "shapes", "time_ratio": 9.0})
+    drawn: list[Any] = []
+    monkeypatch.setattr(paper_resources, "dots", lambda *given, **more: drawn.append((given, more)))
+    paper_resources.pictures({2: rows, 1: []}, tmp_path)
+    (((panels, _), more),) = drawn
+    assert list(panels) == ["NCCL as it is", "NCCL with 256 threads a block"]
+    as_is, few = panels.values()
+    assert list(as_is) == list(few) and len(as_is) == 12 and sum(map(bool, few.values())) == 4
+    pair = as_is["cb cuBLAS + all-reduce"]
+    assert pair["counterpoint, tuned"] == pytest.approx(0.72) and len(pair) == 5
+    assert more["marks"]["NCCL as it is"]["cb cuBLAS + all-reduce"] == pytest.approx(0.7)
+    assert more["title"].startswith("TimeRatio, means: plain overlap 1.0")
+    monkeypatch.undo()
+    paper_resources.pictures({2: rows}, tmp_path)
+    assert {p.name for p in tmp_path.iterdir()} == {
+        f"sharing-paper-{theme}.svg" for theme in ("light", "dark")
+    }
+
+
 def test_the_figure(tmp_path: Path):
     rows: list[dict[str, Any]] = [
         FACTS | {"arm": arm, "gemm": "cb", "kernel": "64x64x32", "collective": "all_reduce",
