@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from loop_rows import FACTS
+from loop_rows import FACTS, SMALL
 from rank_bodies import world
 from rankpool import RankPool
 
@@ -26,10 +26,6 @@ from counterpoint.resources.pipeline import Pipeline
 from counterpoint.resources.run import Eager
 from counterpoint.resources.search import Space
 
-M, N, K = 128, 192, 64
-# the interpreter multiplies no bf16
-SMALL = {"SHAPES": {"cb": (M, N, K), "mb": (M, 2 * N, K)}, "COLLECTIVE_BYTES": 8 * M * N,
-         "DTYPE": torch.float32}  # fmt: skip
 CASES: dict[str, tuple[Benchmark, Case]] = {
     "cuBLAS": (paper_resources.PAPER_RESOURCES,
                paper_resources.case_of(Pair("cb", "cuBLAS", "all_reduce"))),
