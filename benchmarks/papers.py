@@ -45,6 +45,8 @@ CLAIMS: dict[str, tuple[Claim, ...]] = {
               "resources", "bench resources"),
         Claim("a communication block is resident beside compute blocks of an SM",
               found.resident_together, "paper_resources", PAPER),
+        Claim("the same by SM id and clock of each block, for an all-gather of ours with few "
+              "registers", found.stamped, "paper_co_residency", "bench co_residency --paper"),
         Claim("without priority, overlap decays to serial at high block counts", found.decays,
               "resources", "bench resources"),
         Claim("TimeRatio over a grid of 2..1024 x 2..1024 blocks (figure)", found.figure,

@@ -85,6 +85,25 @@ def test_rows_of_the_paper_s_experiments_take_the_place_of_nothing(
     assert paper_findings.resident_together().verdict == "not measured"
 
 
+def test_stamps_of_blocks(monkeypatch: pytest.MonkeyPatch):
+    rows: list[Row] = [
+        {"arm": "matmul first", "blocks_per_sm": n, "comm_blocks": 32, "pairs": 4 * beside,
+         "blocks_beside": beside, "share_beside": beside / 32, "baseline_over_arm": [ratio, 1, 2]}
+        for n, beside, ratio in ((7, 0, 1.0), (4, 32, 1.31))
+    ]  # fmt: skip
+    rows += [{"arm": "matmul", "median_s": 1.0}, {"arm": "collective first", "pairs": 9}]
+    monkeypatch.setattr(paper_findings, "results", lambda _: {2: rows})
+    assert paper_findings.stamped() == Found(
+        "beside so many blocks of a 64x64x32 matmul per SM: 7: 0 of 32 blocks, 0% of their time, "
+        "1.00x over one after the other, 4: 32 of 32 blocks, 100% of their time, 1.31x over one "
+        "after the other", "confirmed", rows[:2],
+    )  # fmt: skip
+    monkeypatch.setattr(paper_findings, "results", lambda _: {2: rows[:1]})
+    assert paper_findings.stamped().verdict == "contradicted"
+    monkeypatch.setattr(paper_findings, "results", lambda _: dict[int, list[Row]]())
+    assert paper_findings.stamped() == Found("-", "not measured")
+
+
 def test_rows_of_the_fused_experiments(monkeypatch: pytest.MonkeyPatch):
     def rows(experiment: str, **arms: tuple[float, float]) -> list[Row]:
         return [
