@@ -9,11 +9,18 @@ from typing import NamedTuple
 from benchmarks import ficco_scores
 from benchmarks import fused_findings as fused
 from benchmarks import paper_findings as found
+from benchmarks.options import LIMIT_S
 from benchmarks.paper_findings import ELSEWHERE, Found, never
 from benchmarks.pictures import shown
 from benchmarks.rows import RESULTS, Row
 from benchmarks.tables import grid, source
 
+INTRO = (
+    "Each line is a claim of a paper, what came out here, and the command that measures it. "
+    "Commands with `--paper` need 2 GPUs. A benchmark is stopped after "
+    f"{LIMIT_S} seconds; the rows of cases that have ended by then are kept. `--part 1/4` is every "
+    "fourth case; run `2/4`, `3/4` and `4/4` too."
+)
 HEAD = ("claim", "what came out", "verdict", "rows", "command")
 
 
@@ -125,7 +132,7 @@ def text() -> str:
     lines = [[*cells[:2], f"**{cells[2]}**", _file_of("ficco"), _command("bench ficco")]
              for cells in ficco_scores.claim_lines(replay)]  # fmt: skip
     parts[FICCO] = f"{grid(HEAD, lines)}\n\nCompute measured, links modelled: {source(replay)}"
-    return "\n\n".join(f"## {paper}\n\n{parts[paper]}" for paper in sorted(parts))
+    return "\n\n".join([INTRO, *(f"## {paper}\n\n{parts[paper]}" for paper in sorted(parts))])
 
 
 def sections() -> dict[str, str]:

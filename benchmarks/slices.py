@@ -108,8 +108,7 @@ class Sliced:
         flat = self.memory.local()[: bags * bench.ranks * table[0].nbytes]
         self.out = flat.view(table.dtype).view(bags, bench.ranks * table.shape[1])
         self.kernel = PeerKernel(bags_kernel, device=bench.device, group=bench.group,
-                                 num_flags=bench.ranks * self.slices,
-                                 each=programs is None)  # fmt: skip
+                                 num_flags=bench.ranks * self.slices)  # fmt: skip
         counts = bench.ranks * self.slices + 1
         self.given: dict[str, Any] = {
             "table_ptr": table, "indices_ptr": indices,
@@ -120,8 +119,9 @@ class Sliced:
         }  # fmt: skip
         tasks = -(-bags // ROWS) * bench.ranks
         self.work = tasks if programs is None else min(programs, tasks)
+        self.launch = self.kernel.for_each if programs is None else self.kernel
 
     def __call__(self, _: int) -> Tensor:
         """Launch it; the result is what all ranks have stored here: [bags, ranks * D]."""
-        self.kernel(self.work, **self.given)
+        self.launch(self.work, **self.given)
         return self.out

@@ -162,9 +162,12 @@ def grid_kernel(n_ptr, bases_ptr, half_bytes, state_ptr, fault_ptr, rank, tag, t
 @on_ranks(2)
 def test_a_program_for_each_item_where_none_has_to_be_resident(rank: int, ranks: int):
     found = torch.zeros(1, dtype=torch.int32)
-    for each, programs in ((False, 2), (True, 5)):
-        own.PeerKernel(grid_kernel, device=CPU, payload_bytes=4, each=each)(5, n_ptr=found)
+    kernel = own.PeerKernel(grid_kernel, device=CPU, payload_bytes=4)
+    for launch, programs in ((kernel, 2), (kernel.for_each, 5), (kernel, 2)):
+        launch(5, n_ptr=found)
         assert found.item() == programs
+    with pytest.raises(cp.InputError, match="work must be an int >= 1, got 0"):
+        kernel.for_each(0, n_ptr=found)
 
 
 def test_without_the_interpreter_cpu_ranks_are_refused():

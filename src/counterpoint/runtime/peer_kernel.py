@@ -114,9 +114,6 @@ class PeerKernel:
         group: whose ranks talk; the default group if None.
         num_warps: an option of Triton.
         num_stages: an option of Triton.
-        each: launch a program for each item, however many fit the GPU at once. Only for a kernel
-            in which a program waits when no other is left, as `is_last` tells it: any other one
-            would hang where its programs do not all fit.
 
     Raises:
         InputError: a size is negative, all are 0, or they differ between ranks; the kernel lacks
@@ -129,7 +126,7 @@ class PeerKernel:
     def __init__(
         self, kernel: Any, *, device: torch.device | str, payload_bytes: int = 0,
         num_flags: int = 0, num_words: int = 0, group: dist.ProcessGroup | None = None,
-        num_warps: int = 4, num_stages: int = 3, each: bool = False,
+        num_warps: int = 4, num_stages: int = 3,
     ) -> None:  # fmt: skip
         self.name: str = getattr(kernel, "__name__", "kernel")
         self.layout = Layout(payload_bytes, num_flags, num_words)
@@ -137,7 +134,6 @@ class PeerKernel:
         _check_sizes(self.layout)
         _check_names(kernel, self.name)
         self._options = {"num_warps": num_warps, "num_stages": num_stages}
-        self._each = each
         workspace = workspace_of(check_group(OP, group), self._device)
         workspace.check()
         workspace.refuse_growth("none: it makes its memory when it is made")
@@ -179,7 +175,7 @@ class PeerKernel:
             work: items that its programs share, equal on all ranks: tiles, blocks, rows. Where more
                 programs than fit the GPU at once would be needed, fewer are launched: a program
                 takes item `tl.program_id(0)`, then every `tl.num_programs(0)`-th. Some SMs are left
-                to collectives of other groups. With `each`, every item has a program.
+                to collectives of other groups.
             arguments: all others of the kernel, by name. Tensors lie on the kernel's device, and
                 live until the call has run. A new dtype, alignment or number is compiled anew, and
                 peers wait meanwhile.
@@ -192,14 +188,34 @@ class PeerKernel:
             PeerTimeoutError: a peer did not answer, in this call or an earlier one; the group is
                 unusable.
         """
+        self._call(Grid(work), work, arguments)
+
+    def for_each(self, work: int, /, **arguments: Any) -> None:
+        """Launch it with a program for each item, however many fit the GPU at once.
+
+        Only for a kernel in which a program waits when no other one is left, as `is_last` tells it:
+        any other one hangs where its programs do not all fit. All else is as in a call.
+
+        Args:
+            work: programs, equal on all ranks.
+            arguments: as in a call.
+
+        Raises:
+            InputError: as in a call.
+            UnsupportedError: as in a call.
+            PeerTimeoutError: as in a call.
+        """
+        self._call(Grid(work, each=True), work, arguments)
+
+    def _call(self, grid: Grid, work: int, arguments: Mapping[str, Any]) -> None:
         workspace = self._workspace
-        kind = (work, *((name, _kind(value)) for name, value in arguments.items()))
+        kind = (grid, *((name, _kind(value)) for name, value in arguments.items()))
         launch = self._launches.get(kind)
         if launch is None:
             self._check(work, arguments)
         workspace.board.note_op(f"{OP} {self.name} of {work} items")
         if launch is None:
-            launch = self._launches[kind] = self._compiled(work, arguments)
+            launch = self._launches[kind] = self._compiled(grid, arguments)
         tensors = [value for value in arguments.values() if isinstance(value, Tensor)]
         if self._device.type == "cuda":
             lanes = lanes_of(workspace)
@@ -216,7 +232,7 @@ class PeerKernel:
             ranks = [r for r in range(workspace.board.ranks) if word >> 32 + r % 32 & 1]
             raise workspace.board.fail(not_signalled(workspace, OP, "fused", self.name, ranks))
 
-    def _compiled(self, work: int, arguments: Mapping[str, Any]) -> Launch:
+    def _compiled(self, grid: Grid, arguments: Mapping[str, Any]) -> Launch:
         """The launch for arguments like these; ranks meet at the first one."""
         first = not self._launches
         if len(self._launches) >= MAX_LAUNCHES:
@@ -224,8 +240,8 @@ class PeerKernel:
         given = {n: value for n, value in arguments.items() if isinstance(value, Tensor)}
         numbers = {n: value for n, value in arguments.items() if n not in given}
         launch = Launch(
-            self._kernel, tuple(given), self._fixed | numbers, Grid(work, each=self._each),
-            self._device, OP, self._options,
+            self._kernel, tuple(given), self._fixed | numbers, grid, self._device, OP,
+            self._options,
         )  # fmt: skip
         if self._device.type == "cpu":
             return launch
