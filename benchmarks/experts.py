@@ -25,7 +25,7 @@ from torch.nn import functional
 import counterpoint as cp
 from benchmarks.choice import candidates, choice_of
 from benchmarks.declare import Arms, Bench, Benchmark, Call, Case, Section
-from benchmarks.pictures import dots, place, shown
+from benchmarks.pictures import dots, place, shown, speedups
 from benchmarks.rows import Row, Timed, taken
 from benchmarks.tables import measured, us
 from counterpoint.machine_of import shipped
@@ -375,7 +375,7 @@ def pictures(found: Mapping[int, list[Row]], images: Path) -> None:
         panels, images / "experts.svg", marks=marks, source=place(rows),
         title=f"Experts on {ranks} GPUs: {geometric_mean(each):.2f}x in the mean, "
               f"{min(each):.2f}x to {max(each):.2f}x",
-        over="serial: NCCL and grouped matmul, rows sorted",
+        axis=speedups("serial: NCCL and grouped matmul, rows sorted"),
         mark="the longer part alone (an estimate, not a bound)",
     )  # fmt: skip
 

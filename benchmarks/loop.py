@@ -77,20 +77,30 @@ def pairs(
     return [Pair(g, k, c) for k in kernels for g in gemms for c in collectives]
 
 
-def build(pair: Pair, bench: Bench) -> Loop:
-    """The pipeline of a pair. All ranks call this."""
+def build(pair: Pair, bench: Bench, memory: Literal["peers", "library"] = "peers") -> Loop:
+    """The pipeline of a pair. All ranks call this.
+
+    Args:
+        pair: that it is of.
+        bench: this rank.
+        memory: of what collectives write to, and for "library" of what they read too.
+
+    Raises:
+        UnsupportedError: there is no such memory here.
+    """
     m, n, k = SHAPES[pair.gemm]
     m //= pair.scale
     numel = COLLECTIVE_BYTES // DTYPE.itemsize // pair.scale
     pipeline = Pipeline(bench.group, bench.device)
     a, b = bench.normal(m, k, dtype=DTYPE), bench.normal(k, n, scale=k**-0.5, dtype=DTYPE)
     reduces = pair.collective == "all_reduce"
+    targets = [pipeline.empty(numel, dtype=DTYPE, memory=memory) for _ in range(2)]
     if reduces:  # in place; its average stays finite, however often
-        sources = [pipeline.empty(numel, dtype=DTYPE) for _ in range(2)]
-        targets = sources
+        sources = targets
     else:
         sources = [bench.normal(numel, dtype=DTYPE) for _ in range(2)]
-        targets = [pipeline.empty(numel, dtype=DTYPE) for _ in range(2)]
+        if memory == "library":
+            sources = [pipeline.empty(numel, dtype=DTYPE, memory=memory).copy_(s) for s in sources]
     outputs = [source[: m * n].view(m, n) for source in sources]
     gemms = [_gemm(pair, a, b, c) for c in outputs]
     # cuBLAS has none that can be told, nor has an interpreter

@@ -17,7 +17,8 @@ NAMES = (
     "invariant", "overlap_replay", "two_islands", "prefill",
 )  # fmt: skip
 # with --paper: a paper's own experiments, at its sizes
-PAPER = {name: f"paper_{name}" for name in ("resources", "thread_blocks", "fused")}
+PAPER = {name: f"paper_{name}"
+         for name in ("resources", "thread_blocks", "co_residency", "fused")}  # fmt: skip
 LIMIT_S = 560  # of one benchmark
 PICTURES = (".png", ".svg", ".pdf")
 

@@ -132,6 +132,22 @@ def resident_together() -> Found:
     )  # fmt: skip
 
 
+def stamped() -> Found:
+    """Whether blocks of our own all-gather were on an SM beside blocks of a matmul."""
+    rows = [r for r in measured_rows("paper_co_residency")
+            if r.get("arm") == "matmul first" and "pairs" in r]  # fmt: skip
+    if not rows:
+        return Found("-", NOT_YET)
+    told = ", ".join(
+        f"{r['blocks_per_sm']}: {r['blocks_beside']} of {r['comm_blocks']} blocks, "
+        f"{r['share_beside']:.0%} of their time, {r['baseline_over_arm'][0]:.2f}x over one after "
+        "the other"
+        for r in rows
+    )
+    return Found(f"beside so many blocks of a 64x64x32 matmul per SM: {told}",
+                 verdict_of(any(r["pairs"] for r in rows)), rows)  # fmt: skip
+
+
 def _room() -> Found:
     """What an SM has room for, by arithmetic."""
     limits = limits_of(presets.H200.device)

@@ -29,6 +29,7 @@ D, POOLING, BAGS, ENTRIES = 256, 20, 8192, 1 << 20  # of a rank
 SKEWS = (0, 1, 2, 5, 10)  # percent of the operator's time that the last rank is late
 SLICES = (1, 2, 4, 16, 64)
 PER_SM = (1, 2, 4, 8, 16)
+FULL_GRID = "a program per task"
 BASELINE = "lookup + all-to-all"
 
 
@@ -113,11 +114,12 @@ def by_slices(make: Callable[..., Sliced], _: Bench) -> dict[str, Call | str]:
 
 
 def by_programs(make: Callable[..., Sliced], bench: Bench) -> dict[str, Call | str]:
-    """A persistent grid of fewer and fewer programs, on the SMs that others are left beside."""
+    """Persistent grids that leave SMs to others, and a full grid: one program for each task."""
     sms = (
         torch.cuda.get_device_properties(bench.device).multi_processor_count if bench.on_gpu else 1
     )
-    return {f"{n} programs per SM": make(programs=n * max(1, sms - 32)) for n in PER_SM}
+    persistent = {f"{n} programs per SM": make(programs=n * max(1, sms - 32)) for n in PER_SM}
+    return persistent | {FULL_GRID: make(programs=None)}
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The first paper's experiment: its pairs, full size, its arms, what its metrics say.
 
-    counterpoint bench resources --paper --out folder               # 2 GPUs: --part 1/2, then 2/2
+    counterpoint bench resources --paper --out folder               # 2 GPUs
     NCCL_NTHREADS=256 counterpoint bench resources --paper --out folder
 
 A GEMM bound by compute and one with a wide result, each with an all-reduce or an all-to-all, by
@@ -8,16 +8,22 @@ cuBLAS and by Triton tiles of the paper; sequential, plain overlap, priority, sh
 TimeRatio is overlapped / sequential; the overlap rate is the share of the time in which both run.
 With NCCL_NTHREADS=256 a block of NCCL's leaves room for blocks of the GEMM on its SM.
 
+All pairs are one command. A pair captures each graph once, and `tuned` searches only among the
+shapes that the sweep has found to be best. `--part 1/2` and `--part 2/2` are half of it each.
+
 Source: arXiv 2606.09200; tuned and cuBLAS are ours.
 """
 
 import os
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 from benchmarks.declare import Bench, Benchmark, Case
-from benchmarks.loop import COLLECTIVE_BYTES, NUM_ITERATIONS, Loop, Pair, build, pairs
+from benchmarks.loop import COLLECTIVE_BYTES, NUM_ITERATIONS, Loop, Pair, alone_s, build, pairs
+from benchmarks.pictures import Axis, dots, place
 from benchmarks.resources import sweep, unshaped
 from benchmarks.rows import Row
 from counterpoint.errors import CounterpointError, UnsupportedError
@@ -38,10 +44,12 @@ KERNELS = ("cuBLAS", "64x64x32", "64x64x64")
 ROUNDS = 5
 SEARCH_S = 5.0
 PRIORITY = Controls(priority=True)
+RATIO = "TimeRatio: overlapped / sequential (lower is better)"
+SPELT = {"tuned": "counterpoint, tuned"}
 
 
 def cases(_: int) -> list[Case]:
-    """Twelve pairs; every second of them is a part that takes less than nine minutes."""
+    """Twelve pairs."""
     return [case_of(pair) for pair in pairs(KERNELS)]
 
 
@@ -53,13 +61,29 @@ def case_of(pair: Pair) -> Case:
         "collective": pair.collective, "scale": pair.scale, "nccl_threads": threads})  # fmt: skip
 
 
-@dataclass(frozen=True)
 class Way:
-    """How a loop runs here: as a graph, or call by call where there are none."""
+    """How a loop runs here: by graphs, each captured once, or call by call on CPU ranks.
 
-    loop: Loop
-    bench: Bench
-    refused: dict[str, str] = field(default_factory=dict[str, str])
+    A context: left, the graphs are gone.
+
+    Args:
+        loop: that runs.
+        bench: this rank.
+    """
+
+    def __init__(self, loop: Loop, bench: Bench) -> None:
+        self.loop, self.bench = loop, bench
+        self.graphs = settings.Bench(loop.pipeline, "graph") if bench.on_gpu else None
+        self.refused: dict[str, str] = {}
+
+    def __enter__(self) -> "Way":
+        """Nothing is captured yet."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Drop the graphs."""
+        if self.graphs is not None:
+            self.graphs.__exit__()
 
     def timed(self, some: Sequence[Controls], rounds: int) -> dict[str, Times]:
         """Checks each setting against fp64, then times all of them in one rotation.
@@ -67,18 +91,21 @@ class Way:
         Raises:
             CounterpointError: one is off by more than twice what the sequential one is.
         """
-        return self._by_graph(some, rounds) if self.bench.on_gpu else self._by_call(some, rounds)
+        if self.graphs is None:
+            return self._by_call(some, rounds)
+        return self._by_graph(self.graphs, some, rounds)
 
-    def _by_graph(self, some: Sequence[Controls], rounds: int) -> dict[str, Times]:
-        with settings.Bench(self.loop.pipeline, "graph") as able:
-            had = [controls for controls in some if able.able(controls)]
-            self.refused.update(able.refused)
-            for each in had:
-                with able.holding(each.spec):
-                    self._check(each, able.call(each))
-            calls = {each.spec: able.call(each) for each in had}
-            return rotate(calls, group=self.bench.group, device=self.bench.device, rounds=rounds,
-                          soak_s=0.5, around=able.holding)  # fmt: skip
+    def _by_graph(
+        self, graphs: settings.Bench, some: Sequence[Controls], rounds: int
+    ) -> dict[str, Times]:
+        had = [controls for controls in some if graphs.able(controls)]
+        self.refused.update(graphs.refused)
+        for each in had:
+            with graphs.holding(each.spec):
+                self._check(each, graphs.call(each))
+        calls = {each.spec: graphs.call(each) for each in had}
+        return rotate(calls, group=self.bench.group, device=self.bench.device, rounds=rounds,
+                      soak_s=0.5, around=graphs.holding)  # fmt: skip
 
     def _by_call(self, some: Sequence[Controls], rounds: int) -> dict[str, Times]:
         plain = [each for each in some if each in (OFF, SEQUENTIAL)]
@@ -99,17 +126,20 @@ def rows_of(case: Case, bench: Bench) -> list[Row]:
     """Every arm of a pair, then its sweep of shapes; seconds are for all iterations."""
     pair = Pair(case["gemm"], case["kernel"], case["collective"], case["scale"])
     bench.say("setting up")
-    loop = build(pair, bench)
-    way = Way(loop, bench)
+    with Way(build(pair, bench), bench) as way:
+        return _rows_of(way, pair, bench)
+
+
+def _rows_of(way: Way, pair: Pair, bench: Bench) -> list[Row]:
     arms = {"sequential": SEQUENTIAL, "plain overlap": OFF, "priority": PRIORITY}
     rows: list[Row] = []
-    if bench.on_gpu:
-        more, rows = _searched(loop, bench)
+    if way.graphs is not None:
+        more, rows = _searched(way.loop, way.graphs, bench)
         arms |= more
     rounds = bench.rounds or ROUNDS
     times = way.timed([*dict.fromkeys(arms.values())], rounds)
-    parts = _alone(loop, bench, rounds)
-    rates = _rates(loop, arms, bench) if bench.on_gpu else {}
+    parts = _alone(way.loop, bench, rounds)
+    rates = {} if way.graphs is None else _rates(way.graphs, arms, bench)
     sequential = times[SEQUENTIAL.spec]
     for name, controls in arms.items():
         if controls.spec not in times:
@@ -125,20 +155,23 @@ def rows_of(case: Case, bench: Bench) -> list[Row]:
         })  # fmt: skip
     facts: Row = {"iterations": NUM_ITERATIONS, "mode": "graph" if bench.on_gpu else "eager",
              "collective_bytes": COLLECTIVE_BYTES // pair.scale}  # fmt: skip
-    facts |= resident(loop) if bench.on_gpu else {}
+    facts |= resident(way.loop) if bench.on_gpu else {}
     return [row | facts for row in rows]
 
 
-def _searched(loop: Loop, bench: Bench) -> tuple[dict[str, Controls], list[Row]]:
+def _searched(
+    loop: Loop, graphs: settings.Bench, bench: Bench
+) -> tuple[dict[str, Controls], list[Row]]:
     """The best shapes with and without priority, and what `tune` takes; the rows of all shapes."""
     pipeline = loop.pipeline
     space = settings.space_of(pipeline, "graph")
     arms: dict[str, Controls] = {}
     rows: list[Row] = []
-    with settings.Bench(pipeline, "graph") as able:
-        if space.blocks_per_sm:
-            bench.say("shapes")
-            rows, arms = sweep(able, space.blocks_per_sm, unshaped(loop))
+    if space.blocks_per_sm:
+        bench.say("shapes")
+        rows, arms = sweep(graphs, space.blocks_per_sm, unshaped(loop))
+        best = {controls.blocks_per_sm for controls in arms.values()}
+        space = replace(space, blocks_per_sm=tuple(k for k in space.blocks_per_sm if k in best))
     bench.say("search")
     with tune(pipeline, budget_s=SEARCH_S, space=space, remember=False) as tuned:
         arms["tuned"] = tuned.controls
@@ -174,24 +207,23 @@ def _alone(loop: Loop, bench: Bench, rounds: int) -> Row:
     return {name: t.median_s for name, t in times.items()}
 
 
-def _rates(loop: Loop, arms: dict[str, Controls], bench: Bench) -> dict[str, float]:
+def _rates(graphs: settings.Bench, arms: dict[str, Controls], bench: Bench) -> dict[str, float]:
     """The overlap rate of each setting, of the rank with the least; one run under the profiler."""
     found: dict[str, float] = {}
-    with settings.Bench(loop.pipeline, "graph") as able:
-        for controls in dict.fromkeys(arms.values()):
-            if not able.able(controls):
-                continue
-            bench.meet()
-            try:
-                with able.holding(controls.spec):
-                    _, content = traced(able.call(controls))
-                rate = overlap_rate(activities(content))
-            except (CounterpointError, UnsupportedError) as error:
-                bench.say(f"no trace of {controls.spec}: {error}")
-                rate = float("inf")
-            (lost,) = bench.most([-rate])
-            if -lost <= 1:
-                found[controls.spec] = -lost
+    for controls in dict.fromkeys(arms.values()):
+        if not graphs.able(controls):
+            continue
+        bench.meet()
+        try:
+            with graphs.holding(controls.spec):
+                _, content = traced(graphs.call(controls))
+            rate = overlap_rate(activities(content))
+        except (CounterpointError, UnsupportedError) as error:
+            bench.say(f"no trace of {controls.spec}: {error}")
+            rate = float("inf")
+        (lost,) = bench.most([-rate])
+        if -lost <= 1:
+            found[controls.spec] = -lost
     return found
 
 
@@ -213,7 +245,31 @@ def overlap_rate(found: Sequence[Activity]) -> float:
     return both_us / whole_us if whole_us else 0.0
 
 
+def pictures(found: Mapping[int, list[Row]], images: Path) -> None:
+    """TimeRatio of each arm of each pair, of the most GPUs; a panel for each setting of NCCL."""
+    rows = [r for r in next(iter(found.values())) if "time_ratio" in r and r["arm"] != "shapes"]
+    pairs = dict.fromkeys(row["pair"] for row in rows)
+    panels: dict[str, dict[str, dict[str, float]]] = {}
+    marks: dict[str, dict[str, float]] = {}
+    for row in sorted(rows, key=lambda row: row["nccl_threads"]):
+        threads, pair = row["nccl_threads"], row["pair"]
+        panel = f"NCCL with {threads} threads a block" if threads else "NCCL as it is"
+        dots_of = panels.setdefault(panel, {pair: {} for pair in pairs})[pair]
+        if row["arm"] == "sequential":
+            alone = alone_s(row["gemm_s"], row["comm_sm_s"], row["iterations"])
+            marks.setdefault(panel, {})[pair] = alone / row["median_s"]
+        else:
+            dots_of[SPELT.get(row["arm"], row["arm"])] = row["time_ratio"]
+    first, means = next(iter(panels.values())).values(), list[str]()
+    for arm in ("plain overlap", "priority", SPELT["tuned"]):
+        mean = geometric_mean(pair[arm] for pair in first if arm in pair)
+        means.append(f"{arm} {mean:.2f}")
+    dots(panels, images / "sharing-paper.svg", marks=marks, source=place(rows),
+         mark="parts alone (an estimate)", axis=Axis(RATIO, x_text="{:.2f}".format),
+         title=f"TimeRatio, means: {'; '.join(means)}")  # fmt: skip
+
+
 PAPER_RESOURCES = Benchmark(
-    "paper_resources", cases, rows=rows_of, unit="ms",
+    "paper_resources", cases, rows=rows_of, unit="ms", pictures=pictures,
     short=lambda case: case.name == "cb Triton 64x64x32 + all-to-all",
 )  # fmt: skip

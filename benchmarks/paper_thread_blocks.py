@@ -46,8 +46,8 @@ def rows_of(case: Case, bench: Bench) -> list[Row]:
         scale = 1 if blocks >= FULL else SMALLER
         bench.say(f"{grid[0]} x {grid[1]} blocks")
         pair = Pair(case["gemm"], case["kernel"], case["collective"], scale, grid)
-        way = Way(build(pair, bench), bench)
-        times = way.timed([*ARMS.values()], bench.rounds or ROUNDS)
+        with Way(build(pair, bench), bench) as way:
+            times = way.timed([*ARMS.values()], bench.rounds or ROUNDS)
         sequential = times[SEQUENTIAL.spec]
         facts: dict[str, Any] = {
             "grid": list(grid), "blocks": blocks, "scale": scale, "iterations": NUM_ITERATIONS,

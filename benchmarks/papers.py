@@ -9,11 +9,18 @@ from typing import NamedTuple
 from benchmarks import ficco_scores
 from benchmarks import fused_findings as fused
 from benchmarks import paper_findings as found
+from benchmarks.options import LIMIT_S
 from benchmarks.paper_findings import ELSEWHERE, Found, never
 from benchmarks.pictures import shown
 from benchmarks.rows import RESULTS, Row
 from benchmarks.tables import grid, source
 
+INTRO = (
+    "Each line is a claim of a paper, what came out here, and the command that measures it. "
+    "Commands with `--paper` need 2 GPUs. A benchmark is stopped after "
+    f"{LIMIT_S} seconds; the rows of cases that have ended by then are kept. `--part 1/4` is every "
+    "fourth case; run `2/4`, `3/4` and `4/4` too."
+)
 HEAD = ("claim", "what came out", "verdict", "rows", "command")
 
 
@@ -45,10 +52,12 @@ CLAIMS: dict[str, tuple[Claim, ...]] = {
               "resources", "bench resources"),
         Claim("a communication block is resident beside compute blocks of an SM",
               found.resident_together, "paper_resources", PAPER),
+        Claim("the same by SM id and clock of each block, for an all-gather of ours with few "
+              "registers", found.stamped, "paper_co_residency", "bench co_residency --paper"),
         Claim("without priority, overlap decays to serial at high block counts", found.decays,
               "resources", "bench resources"),
         Claim("TimeRatio over a grid of 2..1024 x 2..1024 blocks (figure)", found.figure,
-              "paper_thread_blocks", "bench thread_blocks --paper"),
+              "paper_thread_blocks", "bench thread_blocks --paper --part 1/4"),
         Claim("both kernels run in up to about 90 % of the time (overlap rate)", found.rates,
               "paper_resources", PAPER),
         Claim("a model of resident blocks picks with a regret of 3.22 % (arXiv 2609.07536)",
@@ -78,6 +87,10 @@ CLAIMS: dict[str, tuple[Claim, ...]] = {
               "paper_fused", FUSED),
     ),
 }  # fmt: skip
+PICTURES = (  # of the first paper: whose rows, the picture, what it shows
+    ("paper_resources", "sharing-paper", "TimeRatio of each arm of each pair"),
+    ("paper_thread_blocks", "sharing-blocks", "TimeRatio over thread blocks"),
+)
 FICCO = "B. FiCCO (arXiv 2512.10236)"
 
 
@@ -112,13 +125,14 @@ def text() -> str:
     for paper, claims in CLAIMS.items():
         lines, rows = lines_of(claims)
         parts[paper] = f"{grid(HEAD, lines)}\n\n{source(rows)}"
-        if paper.startswith("A.") and found.measured_rows("paper_thread_blocks"):
-            parts[paper] += f"\n\n{shown('sharing-blocks', 'TimeRatio over thread blocks')}"
+        for benchmark, name, alt in PICTURES if paper.startswith("A.") else ():
+            if found.measured_rows(benchmark):
+                parts[paper] += f"\n\n{shown(name, alt)}"
     replay = found.most("ficco")
     lines = [[*cells[:2], f"**{cells[2]}**", _file_of("ficco"), _command("bench ficco")]
              for cells in ficco_scores.claim_lines(replay)]  # fmt: skip
     parts[FICCO] = f"{grid(HEAD, lines)}\n\nCompute measured, links modelled: {source(replay)}"
-    return "\n\n".join(f"## {paper}\n\n{parts[paper]}" for paper in sorted(parts))
+    return "\n\n".join([INTRO, *(f"## {paper}\n\n{parts[paper]}" for paper in sorted(parts))])
 
 
 def sections() -> dict[str, str]:

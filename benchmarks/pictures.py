@@ -35,6 +35,26 @@ LAYERS = {(n, k): name.partition(",")[0] for shapes in SHAPES.values()
 Draw = Callable[[Theme], Figure]
 
 
+class Axis(NamedTuple):
+    """How the numbers of curves are shown, and those of dots, which have no y."""
+
+    x_label: str
+    y_label: str = ""
+    x_text: Callable[[float], str] = "{:g}".format
+    y_text: Callable[[float], str] = "{:g}".format
+    y_most: float | None = None  # top of the scale; what is above is cut off
+    log_y: bool = True
+    at_one: bool = False  # a line there
+
+
+def speedups(over: str) -> Axis:
+    """Of dots that are speedups over something."""
+    return Axis(FASTER.format(over), x_text="{:g}x".format)
+
+
+OVER_SERIAL = speedups("serial")
+
+
 class Point(NamedTuple):
     """One thing that was predicted and measured, in seconds."""
 
@@ -162,7 +182,6 @@ def _cases(axes: Axes, names: Sequence[str], theme: Theme) -> None:
     axes.set_yticks(range(len(names)), list(names))
     axes.tick_params(axis="y", length=0)
     axes.set_ylim(len(names) - 0.5, -0.5)
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}x"))
 
 
 def bars(
@@ -191,6 +210,7 @@ def _bars(
     figure, (axes,) = sheet(WIDTH_IN, 1.3 + (0.12 + 0.155 * len(styles)) * len(cases))
     rows = [f"{case} ({duration(times[baseline])})" for case, times in cases.items()]
     _cases(axes, rows, theme)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}x"))
     most = 1.03 * max(s[baseline] / t for s in cases.values() for t in s.values())
     for i, times in enumerate(cases.values()):
         for j, name in enumerate(n for n in styles if n in times):
@@ -218,25 +238,25 @@ def _bars(
 def dots(
     panels: Mapping[str, Mapping[str, Mapping[str, float]]], path: Path, *, title: str, source: str,
     marks: Mapping[str, Mapping[str, float]] | None = None, mark: str = "the longer part alone",
-    over: str = "serial",
+    axis: Axis = OVER_SERIAL,
 ) -> Path:  # fmt: skip
     """A dot for each kind at each case, below one another, in a panel for each machine.
 
     Args:
-        panels: title -> label of a case -> kind -> speedup.
+        panels: title -> label of a case -> kind -> its number.
         path: of the picture.
         title: above it.
         source: machine, dtype and date.
         marks: likewise, without kinds: lines across the dots.
         mark: what these are.
-        over: what speedups are over.
+        axis: what the numbers are.
     """
-    return save(partial(_dots, panels, marks or {}, mark, over), path, title, source)
+    return save(partial(_dots, panels, marks or {}, mark, axis), path, title, source)
 
 
 def _dots(
     panels: Mapping[str, Mapping[str, Mapping[str, float]]],
-    marks: Mapping[str, Mapping[str, float]], mark: str, over: str, theme: Theme,
+    marks: Mapping[str, Mapping[str, float]], mark: str, axis: Axis, theme: Theme,
 ) -> Figure:  # fmt: skip
     rows = max(len(cases) for cases in panels.values())
     kinds = looks((k for cases in panels.values() for each in cases.values() for k in each), theme)
@@ -246,6 +266,7 @@ def _dots(
     )  # fmt: skip
     for axes, (name, cases) in zip(found, panels.items(), strict=True):
         _cases(axes, list(cases), theme)
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: axis.x_text(x)))
         axes.set_title(name, fontsize=canvas.HEAD_PT, fontweight="bold", loc="left")
         for j, (kind, look) in enumerate(kinds.items()):
             # none hides another of its row
@@ -256,29 +277,17 @@ def _dots(
                 axes.plot(*zip(*points, strict=True), linestyle="", markersize=5.5, label=kind,
                           zorder=3, **look)  # fmt: skip
         for i, case in enumerate(cases):
-            if speedup := marks.get(name, {}).get(case):
-                axes.plot([speedup] * 2, [i - 0.38, i + 0.38], color=theme.ink, linewidth=1.5,
+            if at := marks.get(name, {}).get(case):
+                axes.plot([at] * 2, [i - 0.38, i + 0.38], color=theme.ink, linewidth=1.5,
                           linestyle=(0, (2, 1)), label=mark, zorder=2)  # fmt: skip
     for axes in found[1:]:
         axes.tick_params(axis="y", labelleft=False)
-    found[0].set_xlabel(FASTER.format(over), loc="left")
+    found[0].set_xlabel(axis.x_label, loc="left")
     every = [s for cases in panels.values() for each in cases.values() for s in each.values()]
     every += [s for cases in marks.values() for s in cases.values()]
     found[0].set_xlim(0.9 * min(every) if min(every) > 0.5 else 0, 1.03 * max(every))
     _legend(figure, _handles(found))
     return figure
-
-
-class Axis(NamedTuple):
-    """How the numbers of a curve are shown."""
-
-    x_label: str
-    y_label: str
-    x_text: Callable[[float], str] = "{:g}".format
-    y_text: Callable[[float], str] = "{:g}".format
-    y_most: float | None = None  # top of the scale; what is above is cut off
-    log_y: bool = True
-    at_one: bool = False  # a line there
 
 
 def curves(

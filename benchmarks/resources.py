@@ -1,7 +1,8 @@
 """How a GEMM and a collective in a loop share the GPU: each control by itself, and all as tuned.
 
 Every arm is checked, searched for and timed; loop.py has the loop. The bounds, the GEMM and the
-collective alone, are of the same rotation. `counterpoint.resources.tune` is what users call.
+collective alone, are of the same rotation. `counterpoint.resources.tune` is what users call. The
+arm of NCCL's zero-CTA collectives needs NCCL_NVLS_ENABLE=0 in the environment.
 """
 
 import os
@@ -40,6 +41,7 @@ from counterpoint.runtime.occupancy import occupancy
 
 SHORT_SCALE = 8  # of M and of the collective
 SWEEP_ROUNDS = 3
+ZERO_CTA = Controls(transport="zero_cta")
 
 
 def cases(_: int) -> list[Case]:
@@ -58,30 +60,99 @@ def rows_of(case: Case, bench: Bench) -> list[Row]:
     scale = SHORT_SCALE if bench.short else 1
     pair, mode = Pair(case["gemm"], case["kernel"], case["collective"], scale), case["mode"]
     bench.say("setting up")
-    loop = build(pair, bench)
+    loops, without = loops_of(pair, bench)
+    loop = loops[0]
     heavy = pair.gemm == "mb" and pair.kernel != "cuBLAS"  # 100 ms and more
     rounds = bench.rounds or (5 if heavy or bench.short else 15)
     space = settings.space_of(loop.pipeline, mode)
     arms, search_s = searched(loop, mode, space, 5.0 if bench.short else 20.0, bench)
     rows: list[Row] = []
-    with settings.Bench(loop.pipeline, mode) as able:
+    with Homes(loops, mode) as homes:
         shaped: dict[str, Controls] = {}
         if mode == "graph" and space.blocks_per_sm and not bench.short:
             bench.say("shapes")
-            rows, shaped = sweep(able, space.blocks_per_sm, unshaped(loop))
-        arms = fixed_arms(pair, space.blocks_per_sm) | shaped | arms
+            rows, shaped = sweep(homes.benches[0], space.blocks_per_sm, unshaped(loop))
+        arms = fixed_arms(pair, mode, space.blocks_per_sm) | shaped | arms
         bench.say(f"{len(arms)} arms")
-        rows += timed(pair.label, loop, able, arms, rounds, bench)
+        rows += timed(pair.label, homes, arms, rounds, bench)
         if mode == "graph" and pair.kernel == "cuBLAS":
-            add_energy(able, rows, bench)
-        rows += [{"arm": spec, "refused": why} for spec, why in able.refused.items()]
+            add_energy(homes, rows, bench)
+        rows += [{"arm": s, "refused": why} for s, why in (homes.refused | without).items()]
     facts = {"iterations": NUM_ITERATIONS, "scale": scale, "search_s": search_s,
              "collective_bytes": COLLECTIVE_BYTES // scale,
              "nccl_graph_register": os.environ.get("NCCL_GRAPH_REGISTER") != "0"}  # fmt: skip
     return [row | facts for row in rows]
 
 
-def fixed_arms(pair: Pair, blocks_per_sm: Sequence[int]) -> dict[str, Controls]:
+def loops_of(pair: Pair, bench: Bench) -> tuple[list[Loop], dict[str, str]]:
+    """The loop, and where there is such memory the same in memory that is registered with NCCL.
+
+    Zero-CTA collectives need the latter, our copies need memory that peers write to.
+
+    Returns:
+        The loops, and the setting that cannot be had, with the reason.
+    """
+    loops, without = [build(pair, bench)], dict[str, str]()
+    if pair.collective == "all_to_all":
+        try:
+            loops.append(build(pair, bench, memory="library"))
+        except UnsupportedError as error:
+            without[ZERO_CTA.spec] = str(error)
+    return loops, without
+
+
+class Homes:
+    """Where each setting runs: in the first of a pair's loops that can have it.
+
+    A context: left, all graphs are gone.
+
+    Args:
+        loops: of one pair.
+        mode: "graph" or "eager".
+    """
+
+    def __init__(self, loops: Sequence[Loop], mode: Mode) -> None:
+        self.mode, self.loops = mode, loops
+        self.benches = [settings.Bench(loop.pipeline, mode) for loop in loops]
+        self.refused: dict[str, str] = {}
+        self._found: dict[str, int] = {}
+
+    def __enter__(self) -> "Homes":
+        """Nothing is captured yet."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Drop the graphs."""
+        for bench in self.benches:
+            bench.__exit__()
+
+    def able(self, controls: Controls) -> bool:
+        """Whether a loop can have a setting; all ranks call this."""
+        spec = controls.spec
+        if spec not in self._found and spec not in self.refused:
+            able = (i for i, bench in enumerate(self.benches) if bench.able(controls))
+            if (first := next(able, None)) is not None:
+                self._found[spec] = first
+            else:
+                why = dict.fromkeys(bench.refused[spec] for bench in self.benches)
+                self.refused[spec] = "; ".join(why)
+        return spec in self._found
+
+    def holding(self, spec: str) -> AbstractContextManager[object]:
+        """Have a setting hold in its loop."""
+        return self.benches[self._found[spec]].holding(spec)
+
+    def call(self, controls: Controls) -> Callable[[], object]:
+        """What runs a setting, inside `holding`."""
+        return self.benches[self._found[controls.spec]].call(controls)
+
+    def error(self, controls: Controls) -> float:
+        """How far off a setting is against fp64."""
+        with self.holding(controls.spec):
+            return self.loops[self._found[controls.spec]].check(self.call(controls))
+
+
+def fixed_arms(pair: Pair, mode: Mode, blocks_per_sm: Sequence[int]) -> dict[str, Controls]:
     """Each control by itself; those of shaping need a kernel that can be shaped."""
     wide = pair.gemm == "mb"
     arms = {
@@ -95,6 +166,10 @@ def fixed_arms(pair: Pair, blocks_per_sm: Sequence[int]) -> dict[str, Controls]:
         arms["granularity"] = Controls(chunks=14 if wide else 4, along="n" if wide else "m")
         arms["budget"] = Controls(max_ctas=16)
         arms["budget of the matmul"] = Controls(num_sms=112)
+    if pair.collective == "all_to_all":
+        arms["zero CTA"] = ZERO_CTA
+    if mode == "eager":
+        arms["green context"] = Controls(green_sms=112)
     if blocks_per_sm:
         arms["carve-out only"] = Controls(carve_out=True)
         arms["carve-out, priority"] = Controls(carve_out=True, priority=True)
@@ -121,35 +196,30 @@ def searched(
 
 
 def timed(
-    label: str,
-    loop: Loop,
-    able: settings.Bench,
-    arms: dict[str, Controls],
-    rounds: int,
-    bench: Bench,
+    label: str, homes: Homes, arms: dict[str, Controls], rounds: int, bench: Bench
 ) -> list[Row]:
     """Arms and parts in one rotation, each arm with its error and the bounds of the same rounds.
 
     Raises:
         CounterpointError: an arm is off by more than twice what the sequential one is.
     """
-    had = {name: controls for name, controls in arms.items() if able.able(controls)}
+    had = {name: controls for name, controls in arms.items() if homes.able(controls)}
     some = {controls.spec: controls for controls in had.values()}
     errors: dict[str, float] = {}
     for spec, controls in sorted(some.items(), key=lambda item: item[0] != SEQUENTIAL.spec):
-        with able.holding(spec):
-            errors[spec] = loop.check(able.call(controls))
+        errors[spec] = homes.error(controls)
         if not errors[spec] <= min(2 * errors[SEQUENTIAL.spec], 1e-2):
             raise CounterpointError(
-                f"{label}, {spec} ({able.mode}): off by {errors[spec]:.2e} against fp64"
+                f"{label}, {spec} ({homes.mode}): off by {errors[spec]:.2e} against fp64"
             )
+    loop = homes.loops[0]
     parts: dict[str, Callable[[], object]] = {"gemm": loop.gemm}
     parts |= {by: carriers(loop.pipeline, by)[0] for by in ("sm", "copy_engine")}
 
     def around(name: str) -> AbstractContextManager[object]:
-        return able.holding(name) if name in some else nullcontext()
+        return homes.holding(name) if name in some else nullcontext()
 
-    times = rotate({spec: able.call(controls) for spec, controls in some.items()} | parts,
+    times = rotate({spec: homes.call(controls) for spec, controls in some.items()} | parts,
                    group=bench.group, device=bench.device, rounds=rounds,
                    soak_s=0.2 if bench.short else 1.0, around=around)  # fmt: skip
     gemm_s, sm_s, copies_s = (times[name].median_s for name in parts)
@@ -172,14 +242,14 @@ def _row(name: str, controls: Controls, times: dict[str, Times], error: float) -
     }  # fmt: skip
 
 
-def add_energy(able: settings.Bench, rows: list[Row], bench: Bench) -> None:
+def add_energy(homes: Homes, rows: list[Row], bench: Bench) -> None:
     """Energy and clock of each arm, where NVML is there; arms may have the same setting."""
     used: dict[str, Row] = {}
     for row in (row for row in rows if "controls" in row and row["arm"] != "shapes"):
         spec = row["controls"]
         try:
-            with able.holding(spec):
-                call = able.call(Controls.parse(spec))
+            with homes.holding(spec):
+                call = homes.call(Controls.parse(spec))
                 found = used.get(spec) or energy_of(call, row["median_s"], bench)
         except UnsupportedError as error:
             bench.say(f"without energy: {error}")

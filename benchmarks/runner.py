@@ -15,6 +15,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -126,20 +127,7 @@ def _timed(
         "rounds": _rounds(benchmark, bench),
     }
     soak_s = 0.05 if bench.short else benchmark.soak_s
-
-    def row(name: str, mode: str, times: Mapping[str, Times], per: int = 1) -> Row:
-        t = times[name]
-        found: Row = {
-            "arm": name, "mode": mode, "median_s": t.median_s / per, "p20_s": t.quantile_s(2) / per,
-            "p80_s": t.quantile_s(8) / per, "skew_s": t.skew_s / per, "rounds": len(t.rounds_s),
-            "calls_per_graph": per if mode == "graph" else 0, "sm_clock_mhz": t.clock_mhz,
-        }  # fmt: skip
-        if arms.baseline in times:
-            found["baseline_over_arm"] = t.ratio_of(times[arms.baseline])
-        if name in errors:
-            found["error"] = max(errors[name])
-        return found | dict(arms.about.get(name, {}))
-
+    row = partial(_row, arms, errors)
     rows: list[Row] = []
     if benchmark.calls and bench.on_gpu:
         per = max(benchmark.calls, arms.sets)
@@ -169,6 +157,27 @@ def _timed(
                 beside["host_s"] = host_s(arm, group=bench.group)
         rows.append(row(name, "eager", behind) | beside)
     return rows
+
+
+def _row(
+    arms: Arms, errors: Mapping[str, list[float]], name: str, mode: str,
+    times: Mapping[str, Times], per: int = 1,
+) -> Row:  # fmt: skip
+    """An arm's times, for one of the `per` calls that were timed together.
+
+    Ranks end those calls `skew_s` apart. That is no sum over calls: it is not divided by them.
+    """
+    t = times[name]
+    found: Row = {
+        "arm": name, "mode": mode, "median_s": t.median_s / per, "p20_s": t.quantile_s(2) / per,
+        "p80_s": t.quantile_s(8) / per, "skew_s": t.skew_s, "rounds": len(t.rounds_s),
+        "calls_per_graph": per if mode == "graph" else 0, "sm_clock_mhz": t.clock_mhz,
+    }  # fmt: skip
+    if arms.baseline in times:
+        found["baseline_over_arm"] = t.ratio_of(times[arms.baseline])
+    if name in errors:
+        found["error"] = max(errors[name])
+    return found | dict(arms.about.get(name, {}))
 
 
 def _captured(

@@ -94,12 +94,12 @@ class Sliced:
         bench: this rank.
         order: of ORDERS.
         slices: of what goes to a rank, at most as many as there are tasks for it.
-        programs: at most; fewer where fewer fit.
+        programs: at most; fewer where fewer fit. None: one for each task, not all at once.
     """
 
     def __init__(
         self, table: Tensor, indices: Tensor, bench: Bench, order: str = ORDERS[0],
-        slices: int = 1, programs: int = 1 << 16,
+        slices: int = 1, programs: int | None = 1 << 16,
     ) -> None:  # fmt: skip
         bags = len(indices) // bench.ranks
         self.slices = min(slices, -(-bags // ROWS))
@@ -117,9 +117,11 @@ class Sliced:
             "bags": bags, "D": table.shape[1], "POOLING": indices.shape[1], "ROWS": ROWS,
             "SLICES": self.slices, "ORDER": ORDERS.index(order),
         }  # fmt: skip
-        self.work = min(programs, -(-bags // ROWS) * bench.ranks)
+        tasks = -(-bags // ROWS) * bench.ranks
+        self.work = tasks if programs is None else min(programs, tasks)
+        self.launch = self.kernel.for_each if programs is None else self.kernel
 
     def __call__(self, _: int) -> Tensor:
         """Launch it; the result is what all ranks have stored here: [bags, ranks * D]."""
-        self.kernel(self.work, **self.given)
+        self.launch(self.work, **self.given)
         return self.out

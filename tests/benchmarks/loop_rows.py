@@ -2,8 +2,14 @@
 
 from typing import Any
 
+import torch
+
 from benchmarks.loop import Pair
 
+M, N, K = 128, 192, 64
+# of benchmarks.loop, for CPU ranks; the interpreter multiplies no bf16
+SMALL = {"SHAPES": {"cb": (M, N, K), "mb": (M, 2 * N, K)}, "COLLECTIVE_BYTES": 8 * M * N,
+         "DTYPE": torch.float32}  # fmt: skip
 FACTS = {
     "table": "resources", "iterations": 4, "nccl_graph_register": False, "date": "2026-11-21",
     "torch": "2.11.0", "commit": "abc1234", "multicast": False, "nvls": False,

@@ -37,6 +37,8 @@ def test_every_way_stores_the_same(pool: RankPool, experiment: str):
     assert len(ours) >= 5 and all(row["error"] < 1e-2 for row in timed.values())
     if experiment == "order of remote tasks":
         assert "own first, 10 % late" in ours and len(ours) == 6
+    if experiment == "programs":  # tasks: three of each rank
+        assert ours[paper_fused.FULL_GRID]["programs_asked"] == 6
     if experiment == "slices":
         assert [row["slices"] for row in ours.values()] == [1, 2, 3, 3, 3], (
             "no more than tasks: 21 bags are three, the last of five bags"

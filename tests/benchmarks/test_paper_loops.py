@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from loop_rows import FACTS
+from loop_rows import FACTS, SMALL
 from rank_bodies import world
 from rankpool import RankPool
 
@@ -24,11 +24,8 @@ from counterpoint.measure.trace import Activity
 from counterpoint.resources.controls import OFF, SEQUENTIAL, Controls
 from counterpoint.resources.pipeline import Pipeline
 from counterpoint.resources.run import Eager
+from counterpoint.resources.search import Space
 
-M, N, K = 128, 192, 64
-# the interpreter multiplies no bf16
-SMALL = {"SHAPES": {"cb": (M, N, K), "mb": (M, 2 * N, K)}, "COLLECTIVE_BYTES": 8 * M * N,
-         "DTYPE": torch.float32}  # fmt: skip
 CASES: dict[str, tuple[Benchmark, Case]] = {
     "cuBLAS": (paper_resources.PAPER_RESOURCES,
                paper_resources.case_of(Pair("cb", "cuBLAS", "all_reduce"))),
@@ -97,7 +94,12 @@ class Able:
 def graph_rows(rank: int, ranks: int) -> list[Row]:
     """What a node with GPUs would write, its graphs and its trace made up."""
     shaped = Controls(blocks_per_sm=2)
-    tuned = SimpleNamespace(controls=Controls(delay_s=5e-6))
+    searched: list[tuple[int, ...]] = []
+
+    def tune(*_: Any, space: Space, **__: Any) -> AbstractContextManager[Any]:
+        searched.append(space.blocks_per_sm)
+        return nullcontext(SimpleNamespace(controls=Controls(delay_s=5e-6)))
+
     row = {"arm": "shapes", "controls": shaped.spec, "priority": False, "blocks_per_sm": 2,
            "unshaped": False, "median_s": 1.0, "time_ratio": 0.9}  # fmt: skip
     names = {"gemm": "matmul_kernel", "nccl": "ncclDevKernel"}
@@ -106,9 +108,9 @@ def graph_rows(rank: int, ranks: int) -> list[Row]:
                              event | {"name": names["nccl"], "dur": 4 + rank}]}  # fmt: skip
     made: dict[str, Any] = {
         "settings.Bench": Able,
-        "settings.space_of": lambda *_: SimpleNamespace(blocks_per_sm=(2,)),
+        "settings.space_of": lambda *_: Space(blocks_per_sm=(4, 3, 2, 1)),
         "unshaped": lambda _: 8, "sweep": lambda *_: ([row], {"shaping": shaped}),
-        "tune": lambda *_, **__: nullcontext(tuned), "traced": lambda call: (call(), trace),
+        "tune": tune, "traced": lambda call: (call(), trace),
         "resident": lambda _: {"comm_threads": 544, "beside_blocks": 0},
         "rotate": lambda arms, **more: rotate(arms, **more | {"soak_s": 0.0}),
     }  # fmt: skip
@@ -121,7 +123,9 @@ def graph_rows(rank: int, ranks: int) -> list[Row]:
         bench.on_gpu = True
         bench.meet = lambda: dist.barrier(bench.group)
         case = paper_resources.case_of(Pair("cb", "cuBLAS", "all_to_all"))
-        return measured(paper_resources.PAPER_RESOURCES, case, bench)
+        rows = measured(paper_resources.PAPER_RESOURCES, case, bench)
+    assert searched == [(2,)], "the shapes that the sweep has found to be best"
+    return rows
 
 
 def test_rows_of_graphs(pool: RankPool):
@@ -168,6 +172,40 @@ def test_the_option_names_the_paper_s_own():
         options.bench(["thread_blocks"])
     with pytest.raises(InputError, match="one of resources, thread_blocks"):
         options.bench(["decode", "--paper"])
+
+
+def paper_rows(threads: int, pairs: int) -> list[Row]:
+    """Made up: what the command writes, each arm at another ratio."""
+    ratios = {"sequential": 1.0, "plain overlap": 0.96, "priority": 0.8, "shaping": 0.93,
+              "shaping, priority": 0.78, "tuned": 0.7}  # fmt: skip
+    return [
+        FACTS | paper_resources.case_of(pair).facts | {
+            "nccl_threads": threads, "arm": arm, "median_s": 2e-2 * ratio, "iterations": 4,
+            "time_ratio": ratio + 0.02 * i, "gemm_s": 3e-3, "comm_sm_s": 2e-3, "ranks": 2}
+        for i, pair in enumerate(loop.pairs(paper_resources.KERNELS)[:pairs])
+        for arm, ratio in ratios.items()
+    ]  # fmt: skip
+
+
+def test_the_ratios_of_each_arm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    rows = paper_rows(256, 4) + paper_rows(0, 12)
+    rows.append(rows[0] | {"arm": "shapes", "time_ratio": 9.0})
+    drawn: list[Any] = []
+    monkeypatch.setattr(paper_resources, "dots", lambda *given, **more: drawn.append((given, more)))
+    paper_resources.pictures({2: rows, 1: []}, tmp_path)
+    (((panels, _), more),) = drawn
+    assert list(panels) == ["NCCL as it is", "NCCL with 256 threads a block"]
+    as_is, few = panels.values()
+    assert list(as_is) == list(few) and len(as_is) == 12 and sum(map(bool, few.values())) == 4
+    pair = as_is["cb cuBLAS + all-reduce"]
+    assert pair["counterpoint, tuned"] == pytest.approx(0.72) and len(pair) == 5
+    assert more["marks"]["NCCL as it is"]["cb cuBLAS + all-reduce"] == pytest.approx(0.7)
+    assert more["title"].startswith("TimeRatio, means: plain overlap 1.0")
+    monkeypatch.undo()
+    paper_resources.pictures({2: rows}, tmp_path)
+    assert {p.name for p in tmp_path.iterdir()} == {
+        f"sharing-paper-{theme}.svg" for theme in ("light", "dark")
+    }
 
 
 def test_the_figure(tmp_path: Path):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import fused_findings, paper_findings, papers
+from benchmarks import fused_findings, options, paper_findings, papers, runner
 from benchmarks.options import NAMES, PAPER
 from benchmarks.paper_findings import Found
 from benchmarks.papers import CLAIMS, Claim, lines_of
@@ -35,8 +35,10 @@ def test_commands_exist(claim: Claim):
     command, *words = claim.command.split()
     assert command in {each.__name__ for each in COMMANDS}
     if command == "bench":
-        names = [word for word in words if not word.startswith("-")]
-        assert set(names) <= set(PAPER if "--paper" in words else NAMES)
+        asked = options.bench(words)
+        assert set(asked.names) <= {*NAMES, *PAPER.values()}
+        for name in asked.names:
+            assert runner.chosen(runner.declared(name), 2, part=asked.part)
 
 
 def test_a_number_that_does_not_hold_is_contradicted():
@@ -83,6 +85,25 @@ def test_rows_of_the_paper_s_experiments_take_the_place_of_nothing(
     assert paper_findings.resident_together().verdict == "not measured"
 
 
+def test_stamps_of_blocks(monkeypatch: pytest.MonkeyPatch):
+    rows: list[Row] = [
+        {"arm": "matmul first", "blocks_per_sm": n, "comm_blocks": 32, "pairs": 4 * beside,
+         "blocks_beside": beside, "share_beside": beside / 32, "baseline_over_arm": [ratio, 1, 2]}
+        for n, beside, ratio in ((7, 0, 1.0), (4, 32, 1.31))
+    ]  # fmt: skip
+    rows += [{"arm": "matmul", "median_s": 1.0}, {"arm": "collective first", "pairs": 9}]
+    monkeypatch.setattr(paper_findings, "results", lambda _: {2: rows})
+    assert paper_findings.stamped() == Found(
+        "beside so many blocks of a 64x64x32 matmul per SM: 7: 0 of 32 blocks, 0% of their time, "
+        "1.00x over one after the other, 4: 32 of 32 blocks, 100% of their time, 1.31x over one "
+        "after the other", "confirmed", rows[:2],
+    )  # fmt: skip
+    monkeypatch.setattr(paper_findings, "results", lambda _: {2: rows[:1]})
+    assert paper_findings.stamped().verdict == "contradicted"
+    monkeypatch.setattr(paper_findings, "results", lambda _: dict[int, list[Row]]())
+    assert paper_findings.stamped() == Found("-", "not measured")
+
+
 def test_rows_of_the_fused_experiments(monkeypatch: pytest.MonkeyPatch):
     def rows(experiment: str, **arms: tuple[float, float]) -> list[Row]:
         return [
@@ -95,13 +116,16 @@ def test_rows_of_the_fused_experiments(monkeypatch: pytest.MonkeyPatch):
             for order, k in (("own first", 0.7), ("remote first", 0.1))}  # fmt: skip
     some = [*rows("order of remote tasks", **late),
             *rows("programs", **{"lookup + all-to-all": (2.0, 0), "4 programs per SM": (1.6, 0),
-                                 "8 programs per SM": (1.0, 0)}),
+                                 "8 programs per SM": (1.0, 0),
+                                 "a program per task": (1.25, 0)}),
             *rows("slices", **{"1 slices": (1.1, 0), "4 slices": (1.0, 0)})]  # fmt: skip
     monkeypatch.setattr(paper_findings, "results", lambda name="": {2: some})
     order = fused_findings.order_of_tasks()
     assert order.verdict == "confirmed"
     assert "one rank 10 % late: ranks end 7.0% apart with own tasks first, 1.0%" in order.text
-    assert "4: 1.25x, 8: 2.00x" in fused_findings.occupancy_cost().text
+    assert "4: 1.25x, 8: 2.00x; by a grid with a program per task: 1.60x" in (
+        fused_findings.occupancy_cost().text
+    )
     assert fused_findings.slices().text == "of 1, 4, 4 are fastest, 1.100x over one"
     monkeypatch.setattr(paper_findings, "results", lambda name="": dict[int, list[Row]]())
     for read in (fused_findings.order_of_tasks, fused_findings.occupancy_cost,

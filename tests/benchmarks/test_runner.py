@@ -10,7 +10,7 @@ from rank_bodies import world
 from rankpool import RankError, RankPool
 
 from benchmarks import options, runner
-from benchmarks.declare import Arms, Bench, Benchmark, Case
+from benchmarks.declare import Arms, Bench, Benchmark, Call, Case
 from benchmarks.rows import kind_of, taken
 from counterpoint.errors import CounterpointError, InputError
 from counterpoint.measure import timing
@@ -98,6 +98,36 @@ def test_a_slow_arm_is_as_slow_as_on_its_slowest_rank(pool: RankPool, tmp_path: 
     assert {"arm": "missing", "refused": "no such engine"}.items() <= first[0].items()
     written = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert [r["arm"] for r in written] == [r["arm"] for r in first], "rank 0 alone writes"
+
+
+def graph_rows(rank: int, ranks: int) -> list[dict[str, Any]]:
+    """Graphs of eight calls: each call waits for rank 1, which ends the last one by itself."""
+    clock, bench = [0.0], Bench(world(), torch.device("cpu"))
+
+    def late(_: int) -> None:
+        clock[0] += 1e-3
+
+    def eight(call: Call, calls: int, _: Any) -> tuple[Any, None]:
+        def replay() -> None:
+            for i in range(calls):
+                call(i)
+            clock[0] += 0.5e-3 * rank
+
+        return replay, None
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(timing.time, "perf_counter", lambda: clock[0])
+        patch.setattr(runner, "captured", eight)
+        bench.on_gpu = True
+        bench.meet = lambda: None
+        arms = Arms({"serial": late}, lambda *_: [0.0])
+        return runner.measured(Benchmark("eight", lambda _: [CASE], lambda *_: arms), CASE, bench)
+
+
+def test_ranks_end_a_graph_apart_not_each_of_its_calls(pool: RankPool):
+    (row,), _ = pool.run(graph_rows, 2)
+    assert (row["mode"], row["calls_per_graph"]) == ("graph", 8)
+    assert row["median_s"] == pytest.approx(8.5e-3 / 8) and row["skew_s"] == pytest.approx(0.5e-3)
 
 
 @pytest.mark.parametrize("planted", WRONG)

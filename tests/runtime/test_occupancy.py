@@ -228,6 +228,8 @@ def test_window_by_every_byte_count(case: tuple[Kernel, SmLimits], data: st.Data
         assert want == []
         return
     assert list(range(found.low_bytes, found.high_bytes + 1)) == want
+    shaped = dynamic_bytes_for(compute, limits, blocks)  # leaves room where any count of bytes does
+    assert found.low_bytes == compute.static_shared_bytes + shaped
     dynamic = found.high_bytes - compute.static_shared_bytes
     there = beside(replace(compute, dynamic_shared_bytes=dynamic), comm, limits)
     assert (there.blocks >= blocks) == (not found.other_limit)

@@ -151,6 +151,25 @@ def test_another_amount_of_work_is_told_on_all(rank: int, ranks: int):
         kernel(1)
 
 
+@triton.jit(do_not_specialize=["rank", "tag", "timeout_ns"])
+def grid_kernel(n_ptr, bases_ptr, half_bytes, state_ptr, fault_ptr, rank, tag, timeout_ns):
+    """Says how many programs it has; it waits for nobody."""
+    nobody = tl.arange(0, 1)
+    tl.store(n_ptr, tl.num_programs(0))
+    own.end_of_call(nobody, nobody, tl.num_programs(0), state_ptr, fault_ptr, tag)
+
+
+@on_ranks(2)
+def test_a_program_for_each_item_where_none_has_to_be_resident(rank: int, ranks: int):
+    found = torch.zeros(1, dtype=torch.int32)
+    kernel = own.PeerKernel(grid_kernel, device=CPU, payload_bytes=4)
+    for launch, programs in ((kernel, 2), (kernel.for_each, 5), (kernel, 2)):
+        launch(5, n_ptr=found)
+        assert found.item() == programs
+    with pytest.raises(cp.InputError, match="work must be an int >= 1, got 0"):
+        kernel.for_each(0, n_ptr=found)
+
+
 def test_without_the_interpreter_cpu_ranks_are_refused():
     with pytest.raises(cp.UnsupportedError, match="on cpu a kernel runs with TRITON_INTERPRET=1"):
         own.PeerKernel(gather_words_kernel, device=CPU, num_words=32)

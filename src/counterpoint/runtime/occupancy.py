@@ -140,7 +140,8 @@ def window(compute: Block, comm: Block, limits: SmLimits, blocks: int = 1) -> Wi
     """Return with how much shared memory `blocks` of `compute`, no more, leave some for a `comm`.
 
     Within it, and for no other count of bytes from `compute`'s own upwards, exactly `blocks` are
-    resident alone and the shared memory of one block of `comm` fits beside theirs.
+    resident alone and the shared memory of one block of `comm` fits beside theirs. Its least count
+    is that of `dynamic_bytes_for`: a kernel that is shaped to `blocks` leaves this room already.
 
     Returns:
         None if there is no such count.

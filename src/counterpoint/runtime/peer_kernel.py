@@ -188,14 +188,34 @@ class PeerKernel:
             PeerTimeoutError: a peer did not answer, in this call or an earlier one; the group is
                 unusable.
         """
+        self._call(Grid(work), work, arguments)
+
+    def for_each(self, work: int, /, **arguments: Any) -> None:
+        """Launch it with a program for each item, however many fit the GPU at once.
+
+        Only for a kernel in which a program waits when no other one is left, as `is_last` tells it:
+        any other one hangs where its programs do not all fit. All else is as in a call.
+
+        Args:
+            work: programs, equal on all ranks.
+            arguments: as in a call.
+
+        Raises:
+            InputError: as in a call.
+            UnsupportedError: as in a call.
+            PeerTimeoutError: as in a call.
+        """
+        self._call(Grid(work, each=True), work, arguments)
+
+    def _call(self, grid: Grid, work: int, arguments: Mapping[str, Any]) -> None:
         workspace = self._workspace
-        kind = (work, *((name, _kind(value)) for name, value in arguments.items()))
+        kind = (grid, *((name, _kind(value)) for name, value in arguments.items()))
         launch = self._launches.get(kind)
         if launch is None:
             self._check(work, arguments)
         workspace.board.note_op(f"{OP} {self.name} of {work} items")
         if launch is None:
-            launch = self._launches[kind] = self._compiled(work, arguments)
+            launch = self._launches[kind] = self._compiled(grid, arguments)
         tensors = [value for value in arguments.values() if isinstance(value, Tensor)]
         if self._device.type == "cuda":
             lanes = lanes_of(workspace)
@@ -212,7 +232,7 @@ class PeerKernel:
             ranks = [r for r in range(workspace.board.ranks) if word >> 32 + r % 32 & 1]
             raise workspace.board.fail(not_signalled(workspace, OP, "fused", self.name, ranks))
 
-    def _compiled(self, work: int, arguments: Mapping[str, Any]) -> Launch:
+    def _compiled(self, grid: Grid, arguments: Mapping[str, Any]) -> Launch:
         """The launch for arguments like these; ranks meet at the first one."""
         first = not self._launches
         if len(self._launches) >= MAX_LAUNCHES:
@@ -220,7 +240,7 @@ class PeerKernel:
         given = {n: value for n, value in arguments.items() if isinstance(value, Tensor)}
         numbers = {n: value for n, value in arguments.items() if n not in given}
         launch = Launch(
-            self._kernel, tuple(given), self._fixed | numbers, Grid(work), self._device, OP,
+            self._kernel, tuple(given), self._fixed | numbers, grid, self._device, OP,
             self._options,
         )  # fmt: skip
         if self._device.type == "cpu":
