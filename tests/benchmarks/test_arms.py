@@ -22,12 +22,13 @@ from benchmarks import (
     norms,
     overlap,
     soak,
-    steps,
+    steps_dlrm,
     training,
 )
 from benchmarks.declare import Arms, Bench, Benchmark, Case
 from benchmarks.runner import measured
-from benchmarks.steps_experts import experts_arms
+from benchmarks.steps_dlrm import BOTH, IN_BACKWARD, STEP
+from benchmarks.steps_experts import WAITING, experts_arms
 
 SMALL = experts.Model("small", 3, 24, 16, 2)
 CASES: dict[str, tuple[Benchmark, Case]] = {
@@ -85,6 +86,11 @@ ARMS = {
     "evaluate": {"compute", "communication", "serial", "auto"},
 }  # fmt: skip
 
+MODELS = {
+    "dlrm": (dlrm.SMALL, "uniform"), "dlrm, Zipf": (dlrm.SMALL, "zipf"),
+    "paper": (dlrm.SMALL_PAPER, "uniform"),
+}  # fmt: skip
+
 
 def rows_of(rank: int, ranks: int, name: str) -> list[dict[str, Any]]:
     benchmark, case = CASES[name]
@@ -107,16 +113,15 @@ def test_arms_are_right_and_give_rows(pool: RankPool, name: str):
 
 def steps_of(rank: int, ranks: int, which: str, planted: str) -> list[dict[str, Any]]:
     def arms(_: Case, bench: Bench) -> Arms:
-        if which == "dlrm":
-            made = steps.dlrm_arms(dlrm.SMALL, torch.float32, bench)
+        if which in MODELS:
+            sizes, named = MODELS[which]
+            made = steps_dlrm.dlrm_arms(sizes, torch.float32, bench, named)
         else:
             made = experts_arms(SMALL._replace(experts=int(which)), 96, torch.float32, bench)
         if planted:  # on one rank alone
             check = made.check
-            off = 1e-2 * rank
-            made.check = lambda name, got: [
-                e + off * name.endswith(f" {planted}") for e in check(name, got)
-            ]
+            off = rank
+            made.check = lambda name, got: [e + off * (name == planted) for e in check(name, got)]
         return made
 
     benchmark = Benchmark("steps", lambda _: [], arms, calls=0, rounds=2)
@@ -124,26 +129,37 @@ def steps_of(rank: int, ranks: int, which: str, planted: str) -> list[dict[str, 
         return measured(benchmark, Case("small", {}), Bench(world(), torch.device("cpu")))
 
 
-@pytest.mark.parametrize(("which", "ranks"), [("dlrm", 2), ("3", 2), ("1", 3)])
+@pytest.mark.parametrize(
+    ("which", "ranks"), [("dlrm", 2), ("dlrm, Zipf", 3), ("paper", 2), ("3", 2), ("1", 3)]
+)
 def test_steps(pool: RankPool, which: str, ranks: int):
+    """Each update is held against fp64, too."""
     rows, *_ = pool.run(steps_of, ranks, which, "", timeout_s=120)
     found = {row["arm"]: row for row in rows}
-    ways = ("fused", "torch", "lookup") if which == "dlrm" else (
-        "fused", "default", "serial", "torch", "torch, counts")  # fmt: skip
+    if which in MODELS:
+        ways, checked = ("fused", "torch", "lookup"), (BOTH, STEP, IN_BACKWARD)
+        sides = ("pooling, by torch", "exchange", "tables, by fused")
+    else:
+        ways, checked = (*WAITING, "torch, counts", "default", "fused"), (BOTH,)
+        sides = ("matmuls, by forward", "exchanges, by forward + backward")
     for way in ways:
-        assert 0 <= found[f"forward + backward, by {way}"]["error"] < 1e-5
-        assert f"forward, by {way}" in found
-        assert which != "dlrm" or f"step, by {way}" in found
-    sides = ("pooling, by torch", "exchange") if which == "dlrm" else (
-        "matmuls, by forward", "exchanges, by forward + backward")  # fmt: skip
+        assert all(0 <= found[f"{what}, by {way}"]["error"] < 1e-5 for what in checked)
+        assert "error" not in found[f"forward, by {way}"]
     assert set(sides) <= set(found)
 
 
-@pytest.mark.parametrize(("which", "way"), [("dlrm", "lookup"), ("3", "fused")])
-def test_steps_that_are_off_on_one_rank_are_refused(pool: RankPool, which: str, way: str):
+@pytest.mark.parametrize(
+    ("which", "arm"),
+    [
+        ("dlrm", f"{BOTH}, by lookup"),
+        ("dlrm", f"{IN_BACKWARD}, by torch"),
+        ("3", f"{BOTH}, by fused"),
+    ],
+)
+def test_steps_that_are_off_on_one_rank_are_refused(pool: RankPool, which: str, arm: str):
     with pytest.raises(RankError) as raised:
-        pool.run(steps_of, 2, which, way, timeout_s=120)
-    assert str(raised.value).count(f"small, forward + backward, by {way}: off by") >= 1
+        pool.run(steps_of, 2, which, arm, timeout_s=120)
+    assert str(raised.value).count(f"small, {arm}: off by") >= 1
 
 
 def test_mlperf_tables_are_shared_by_their_work():
@@ -187,9 +203,9 @@ def test_soaked_tables_differ_and_give_each_rank_a_row_to_sum():
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8, 26])
 def test_tables_are_balanced(ranks: int):
     """No rank has more than the mean, but where the heaviest table alone is more."""
-    owners, work = dlrm.balanced(ranks)
-    assert len(dlrm.POOLING) == len(dlrm.ROWS) == 26 and sum(dlrm.POOLING) == 214
-    each = list(zip(dlrm.POOLING, owners, strict=True))
+    pooling = dlrm.LARGE.model.pooling
+    owners, work = dlrm.balanced(pooling, ranks)
+    each = list(zip(pooling, owners, strict=True))
     assert work == [sum(p for p, owner in each if owner == r) for r in range(ranks)]
     assert sum(work) == 214 and min(work) > 0
     assert max(work) == max(100, 214 // ranks)
