@@ -202,6 +202,6 @@ def pictures(found: Mapping[int, list[Row]], images: Path) -> None:
 STEPS = Benchmark(
     "steps", cases, arms, unit="ms", calls=1, rounds=11, every_eager=True, soak_s=0.2,
     backlog_cycles=30_000_000, pictures=pictures,
-    short=lambda case: case.name in ("DLRM, 16384 samples", "Qwen3-235B, 1024 tokens a rank"),
+    short=lambda case: case.name in ("DLRM, 16384 samples", "Qwen3-235B, 256 tokens a rank"),
     sections=(Section("docs/results/training.md", "steps", section),),
 )  # fmt: skip
