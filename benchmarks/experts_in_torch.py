@@ -1,7 +1,6 @@
 """A layer of experts by torch's own operators, forward; autograd has the backward.
 
-`in_torch` exchanges rows by all_to_all_single. `in_torch_gathered` gathers all tokens and
-reduce-scatters their sums, as servers do for few tokens: no host has to know a count."""
+Rows go by all_to_all_single, whose split sizes the host has to know."""
 
 from typing import Any, NamedTuple
 

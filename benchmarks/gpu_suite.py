@@ -43,9 +43,9 @@ LOG_LINES = 120  # of what a part printed, where it failed
 SHORT_S = {
     "overlap": 20, "few_rows": 10, "decode": 10, "experts": 15, "embedding": 10, "steps": 15,
     "training": 10, "resources": 15, "copies": 10, "transports": 10, "losses": 10, "ficco": 5,
-    "evaluate": 10, "compile": 40, "soak": 5, "attention": 5, "embedding_gradient": 5,
+    "evaluate": 10, "compile": 35, "soak": 5, "attention": 5, "embedding_gradient": 5,
     "norms": 5, "fp8": 10, "attention_replay": 3, "overlap_replay": 2, "epilogue": 3,
-    "expert_layer": 4, "invariant": 3,
+    "expert_layer": 4, "invariant": 3, "decode_experts": 5,
 }  # fmt: skip
 
 

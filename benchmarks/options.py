@@ -14,7 +14,7 @@ NAMES = (
     "overlap", "few_rows", "decode", "experts", "embedding", "embedding_gradient",
     "attention", "steps", "training", "resources", "copies", "transports", "losses", "ficco",
     "evaluate", "compile", "soak", "norms", "fp8", "attention_replay", "epilogue", "expert_layer",
-    "invariant", "overlap_replay",
+    "invariant", "overlap_replay", "decode_experts",
 )  # fmt: skip
 # with --paper: a paper's own experiments, at its sizes
 PAPER = {name: f"paper_{name}" for name in ("resources", "thread_blocks", "fused")}

@@ -10,6 +10,7 @@ from rankpool import RankError, RankPool
 from benchmarks import (
     attention,
     decode,
+    decode_experts,
     dlrm,
     embedding,
     embedding_gradient,
@@ -58,6 +59,8 @@ CASES: dict[str, tuple[Benchmark, Case]] = {
     "routing": (expert_layer.EXPERT_LAYER, expert_layer.case_of("routing", SMALL, 48)),
     "routes": (expert_layer.EXPERT_LAYER, expert_layer.case_of("routes", SMALL, 48, 2)),
     "evaluate": (evaluate.EVALUATE, overlap.case_of("all_gather_matmul", 64, 16, 32)),
+    "few tokens": (decode_experts.DECODE_EXPERTS, decode_experts.case_of(SMALL, 5)),
+    "one token": (decode_experts.DECODE_EXPERTS, decode_experts.case_of(SMALL, 1)),
 }  # fmt: skip
 ARMS = {
     "all_gather_matmul": {"compute", "communication", "serial", "auto", "plan serial"},
@@ -84,6 +87,8 @@ ARMS = {
     "routing": {"torch", "ours", "torch, forward + backward", "ours, forward + backward"},
     "routes": {"torch"},
     "evaluate": {"compute", "communication", "serial", "auto"},
+    "few tokens": {*decode_experts.THEIRS, *decode_experts.OURS},
+    "one token": {*decode_experts.THEIRS, *decode_experts.OURS},
 }  # fmt: skip
 
 MODELS = {
