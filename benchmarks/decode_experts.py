@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.declare import Arms, Bench, Benchmark, Case, Section
-from benchmarks.experts import HBM_BYTES_PER_S, MODELS, Model
+from benchmarks.expert_tensors import MODELS, Model
+from benchmarks.experts import HBM_BYTES_PER_S
 from benchmarks.experts_in_torch import Batch, batch_of, in_torch, own_of, swiglu_mlp
 from benchmarks.rows import Row, Timed, taken
 from benchmarks.steps_experts import Way, by_torch, forward, ours, weights_of

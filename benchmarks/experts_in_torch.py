@@ -11,7 +11,7 @@ from torch import Tensor
 
 import counterpoint as cp
 from benchmarks.declare import Bench
-from benchmarks.experts import Model
+from benchmarks.expert_tensors import Model
 
 
 class Batch(NamedTuple):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import counterpoint as cp
-from benchmarks import embedding, experts
+from benchmarks import embedding, expert_tensors
 from benchmarks.declare import Bench, Benchmark, Case, Section
 from benchmarks.rows import Row
 from counterpoint.errors import CounterpointError
@@ -29,7 +29,7 @@ QUEUED = 1000  # calls, until the host waits for the GPU
 NOTES = 2000  # timed in a row
 LIMIT = 4e-3  # error of bf16, rounded once
 LOCAL, MOST, TOP = 4, 24, 2  # experts of a rank, rows from a rank to an expert, rows of a sum
-MODEL = experts.Model("small", LOCAL, 256, 256, TOP)
+MODEL = expert_tensors.Model("small", LOCAL, 256, 256, TOP)
 SUMMED = 2  # the table whose rows are summed where they come back
 CALLS = {"matmul_all_reduce": 1_000_000, "all_to_all_matmul": 100_000, "matmul_all_to_all": 100_000,
          "embedding_bag_all_to_all": 100_000}  # fmt: skip
@@ -99,7 +99,7 @@ def tables(ranks: int) -> list[Tensor]:
 def expert_sets(op: str, bench: Bench) -> list[Set]:
     """Tables of counts in turn; rows that no count names are NaN."""
     run: Callable[..., Tensor] = getattr(cp, op)
-    layers = [experts.Layer(experts.case_of(op, MODEL, 1, ""), bench, counts)
+    layers = [expert_tensors.Layer(expert_tensors.case_of(op, MODEL, 1, ""), bench, counts)
               for counts in tables(bench.ranks)]  # fmt: skip
     room = max(layer.limit for layer in layers)
     sets: list[Set] = []
@@ -110,7 +110,7 @@ def expert_sets(op: str, bench: Bench) -> list[Set]:
         layer.given[len(layer.x) :] = torch.nan
         x = layer.given if bench.on_gpu else layer.x  # CPU ranks know counts on the host
 
-        def call(layer: experts.Layer = layer, x: Tensor = x, sums: Any = sums,
+        def call(layer: expert_tensors.Layer = layer, x: Tensor = x, sums: Any = sums,
                  rows: int = len(exact)) -> Tensor:  # fmt: skip
             return run(
                 x, layer.w, counts=layer.on_device, max_rows=room, group=bench.group, **sums

@@ -31,7 +31,7 @@ import torch
 
 from benchmarks import dlrm
 from benchmarks.declare import Arms, Bench, Benchmark, Case, Section
-from benchmarks.experts import MODELS, Model
+from benchmarks.expert_tensors import MODELS, Model
 from benchmarks.pictures import bars, place, shown
 from benchmarks.rows import Row, Timed, taken
 from benchmarks.steps_dlrm import IN_BACKWARD, STEP, dlrm_arms

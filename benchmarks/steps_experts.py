@@ -12,7 +12,7 @@ from torch import Tensor
 import counterpoint.nn as cnn
 from benchmarks import titan
 from benchmarks.declare import Arms, Bench, Call
-from benchmarks.experts import Model
+from benchmarks.expert_tensors import Model
 from benchmarks.experts_in_torch import Batch, batch_of, grouped, in_torch, own_of, splits_of
 from counterpoint.measure.timing import relative_error
 

@@ -17,6 +17,7 @@ from benchmarks import (
     epilogue,
     evaluate,
     expert_layer,
+    expert_tensors,
     experts,
     fp8,
     invariant,
@@ -31,7 +32,7 @@ from benchmarks.runner import measured
 from benchmarks.steps_dlrm import BOTH, IN_BACKWARD, STEP
 from benchmarks.steps_experts import WAITING, experts_arms
 
-SMALL = experts.Model("small", 3, 24, 16, 2)
+SMALL = expert_tensors.Model("small", 3, 24, 16, 2)
 CASES: dict[str, tuple[Benchmark, Case]] = {
     "all_gather_matmul": (overlap.OVERLAP, overlap.case_of("all_gather_matmul", 64, 16, 32)),
     "matmul_reduce_scatter": (overlap.OVERLAP,
@@ -43,7 +44,8 @@ CASES: dict[str, tuple[Benchmark, Case]] = {
     "dispatch": (experts.EXPERTS, experts.case_of("all_to_all_matmul", SMALL, 48, "uniform")),
     "dispatch, skewed": (experts.EXPERTS,
                          experts.case_of("all_to_all_matmul", SMALL, 48, "skewed")),
-    "combine": (experts.EXPERTS, experts.case_of("matmul_all_to_all", SMALL, 48, "skewed")),
+    "combine": (experts.EXPERTS, experts.case_of("matmul_all_to_all", SMALL, 48, "uniform")),
+    "combine, skewed": (experts.EXPERTS, experts.case_of("matmul_all_to_all", SMALL, 48, "skewed")),
     "embedding": (embedding.EMBEDDING, embedding.case_of(3, 8, 5, 32)),
     "embedding gradient": (embedding_gradient.EMBEDDING_GRADIENT,
                            embedding_gradient.case_of("zipf", 16, 3, "float32", 50)),
@@ -69,10 +71,13 @@ ARMS = {
     "fp8 scatter": {"cast", "compute", "serial", "bf16", "fp8"},
     "decode": {"serial", "matmul", "auto", "direct", "fused"},
     "training": {"serial", "async", "ours"},
-    "dispatch": {"matmul looped", "pair looped", "in place looped", "communication"},
+    "dispatch": {"matmul looped", "pair looped", "in place looped", "communication",
+                 *experts.ROUTED},
     "dispatch, skewed": {"matmul looped", "pair looped", "in place looped", "communication"},
     "combine": {"matmul looped", "pair looped", "in place looped", "in place looped, sum",
-                "communication"},
+                "communication", *experts.ROUTED},
+    "combine, skewed": {"matmul looped", "pair looped", "in place looped", "in place looped, sum",
+                        "communication"},
     "embedding": {"bags cat", "bags permute", "ours serial", "fused", "fused copy", "auto"},
     "embedding gradient": {"torch", "torch sparse", "torch, sgd", *embedding_gradient.OURS},
     "embedding gradient, slices": {

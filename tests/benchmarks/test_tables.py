@@ -108,6 +108,21 @@ def test_auto_of_experts_is_timed_by_its_own_plan_not_by_the_fastest(
         assert f"host-known equal counts {mean} (1 cases" in text
 
 
+def test_experts_by_routes_are_held_against_the_grouped_matmul():
+    found: list[Row] = []
+    for op, one in (("all_to_all_matmul", "one kernel"), ("matmul_all_to_all", "one kernel, sum")):
+        case = experts.case_of(op, experts.MODELS[0], 4096, "uniform")
+        times = {"matmul grouped": 100, "communication": 50, "pair grouped": 150, one: 120,
+                 "by routes": 105, "by routes, host": 110, "one kernel": 120}  # fmt: skip
+        head = HEAD | dict(case.facts) | {"table": "experts", "mode": "graph"}
+        found += [head | {"arm": arm, "median_s": t * 1e-6} for arm, t in times.items()]
+    lines = experts.routed_section({2: found}).splitlines()
+    assert lines[2] == "| 2, to the experts, DeepSeek-V3, 4096 | 100 | 120 | 105 | 110 | 1.05 |"
+    assert lines[3] == "| 2, back, DeepSeek-V3, 4096 | 100 | 120 | 105 | 110 | 1.05 |"
+    without = [row for row in found if "routes" not in row["arm"]]
+    assert experts.routed_section({2: without}) == ""
+
+
 def test_few_tokens_are_held_against_the_faster_of_torchs_and_against_reading_weights():
     (case, *_) = decode_experts.cases(2)
     times = {"torch, counts": 900, "torch, gathered": 700, "default": 500, "max_rows": 450}
