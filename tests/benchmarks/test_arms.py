@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from expert_bodies import small_kernels
 from rank_bodies import by_reference, world
 from rankpool import RankError, RankPool
 
@@ -31,6 +32,7 @@ from benchmarks.declare import Arms, Bench, Benchmark, Case
 from benchmarks.runner import measured
 from benchmarks.steps_dlrm import BOTH, IN_BACKWARD, STEP
 from benchmarks.steps_experts import WAITING, experts_arms
+from counterpoint.ops import exchange_routes
 
 SMALL = expert_tensors.Model("small", 3, 24, 16, 2)
 CASES: dict[str, tuple[Benchmark, Case]] = {
@@ -183,10 +185,20 @@ def test_mlperf_tables_are_shared_by_their_work():
 def compared(rank: int, ranks: int, op: str) -> tuple[list[bool], list[bool], str]:
     """Whether calls differ: as they are, with other bits wanted; and a quiet call that is off."""
     bench = Bench(world(), torch.device("cpu"))
+    if op not in soak.ROUTED:
+        return soaked(rank, op, bench)
+    # what overflows: by kernels, as on GPUs, where the host reads no routes
+    kernels = small_kernels() if soak.ROUTED[op] == "overflows" else by_reference()
+    with kernels, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exchange_routes, "_look", lambda *_: None)
+        return soaked(rank, op, bench)
+
+
+def soaked(rank: int, op: str, bench: Bench) -> tuple[list[bool], list[bool], str]:
     sets = soak.sets_of(op, bench)
     found = soak.Soaked(op, sets, bench)
     quiet = [bool(found.differs(i)) for i in range(2 * len(sets))]
-    found.bits = [bits + 1 for bits in found.bits]
+    found.bits = [bits.nan_to_num() + 1 for bits in found.bits]
     off = [bool(found.differs(i)) for i in range(len(sets))]
     shifted = [each._replace(exact=each.exact.roll(1, 0) + rank) for each in sets]
     try:
@@ -201,6 +213,25 @@ def test_a_soak_counts_what_is_wrong(pool: RankPool, op: str):
     for quiet, off, error in pool.run(compared, 2, op, timeout_s=90):
         assert not any(quiet) and off and all(off)
         assert error.startswith(f"soak of {op}: a quiet call is off by")
+
+
+def test_soaked_routes_drop_and_overflow_and_come_back(pool: RankPool):
+    """Of each kind there are sets that overflow, or drop, and sets that do not."""
+    for drops, overflows, first in pool.run(rooms, 2):
+        assert drops == [False, True, True] and overflows == [False, False, True]
+        assert not first, "a graph begins with a quiet call"
+
+
+def rooms(rank: int, ranks: int) -> tuple[list[bool], list[bool], bool]:
+    bench = Bench(world(), torch.device("cpu"))
+    every = []
+    for op in soak.ROUTED:
+        bench.seeded(0)
+        every.append(soak.sets_of(op, bench))
+    kept = [[torch.equal(a.exact, b.exact) for a, b in zip(every[0], some, strict=True)]
+            for some in every]  # fmt: skip
+    overflows = [len({each.overflows for each in some}) == 2 for some in every]
+    return [not all(each) for each in kept], overflows, any(some[0].overflows for some in every)
 
 
 def test_soaked_tables_differ_and_give_each_rank_a_row_to_sum():
