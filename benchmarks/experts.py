@@ -25,6 +25,7 @@ from benchmarks.choice import candidates, choice_of
 from benchmarks.declare import Arms, Bench, Benchmark, Call, Case, Section
 from benchmarks.expert_tensors import MODELS, Layer, case_of
 from benchmarks.experts_routed import ROUTED, Routed
+from benchmarks.layouts import layouts
 from benchmarks.pictures import dots, place, shown
 from benchmarks.rows import Row, Timed, taken
 from benchmarks.tables import measured, us
@@ -251,8 +252,9 @@ def routed_section(found: Mapping[int, list[Row]]) -> str:
     for ranks, rows in found.items():
         lines += [_routed_line(ranks, c) for c in said(rows) if ROUTED[0] in c.case]
     note = (
-        "Microseconds, CUDA graphs, one rotation a case. Rows back with their weighted sums, also "
-        "by *one kernel*, whose tokens go once for each of their experts."
+        "Microseconds, CUDA graphs, one rotation a case. By routes, a token goes once to each rank "
+        "that has some of its experts. *One kernel* sends it once for each expert. Rows back "
+        "include their sums. Routes are known before: their exchange is not in these times."
     )
     return measured(head, lines, note)
 
@@ -299,5 +301,6 @@ EXPERTS = Benchmark(
     sections=(
         Section("docs/results/experts.md", "experts", experts_section),
         Section("docs/results/experts.md", "experts-routes", routed_section),
+        Section("docs/experts.md", "layouts", layouts),
     ),
 )  # fmt: skip
