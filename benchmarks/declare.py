@@ -46,7 +46,11 @@ class Arms:
         check: how far off what an arm has returned is, on this rank: one error for each result.
         baseline: the arm that the others are held against; none may be off by twice as much.
         parts: arms that are a part of the work, and have no result to check.
-        peers: arms of others, which are left out of graphs if they cannot be captured.
+        against: arms that are held against another one than the baseline: by which. That one may be
+            off by `limit`, as the baseline.
+        peers: arms that are left out of graphs if they cannot be captured: those of others, and
+            those whose host may have to wait.
+        waits: arms whose host waits for the GPU in each call, which no graph can have.
         floor: an error that rounding alone explains.
         limit: an error of the baseline above which nothing is timed.
         outputs: tensors that are full of NaN before each check.
@@ -62,7 +66,9 @@ class Arms:
     check: Callable[[str, Any], Sequence[float]]
     baseline: str = "serial"
     parts: Sequence[str] = ()
+    against: Mapping[str, str] = field(default_factory=dict[str, str])
     peers: Sequence[str] = ()
+    waits: Sequence[str] = ()
     floor: float = 0.0
     limit: float = ROUNDING
     outputs: Sequence[Tensor] = ()

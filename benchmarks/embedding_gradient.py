@@ -68,17 +68,25 @@ def cases(_: int) -> list[Case]:
     return found + [sliced_case_of(kind, 65536, n) for n in (1, 10) for kind in ("uniform", "hot")]
 
 
+def zipf(n: int, rows: int, draw: torch.Generator) -> Tensor:
+    """Rows of a table by Zipf's law, int64 [n] where `draw` is; frequent ones anywhere."""
+    device = draw.device
+    anywhere = torch.randperm(rows, device=device, generator=draw)
+    at = torch.rand(n, device=device, generator=draw, dtype=torch.float64)
+    share = torch.arange(1, rows + 1, device=device, dtype=torch.float64) ** -EXPONENT
+    share = share.cumsum(0)
+    return anywhere[torch.searchsorted(share / share[-1], at).clamp(max=rows - 1)]
+
+
 def drawn(case: Case, bench: Bench) -> Tensor:
     """Rows that the indices of a batch name, frequent ones anywhere in the table."""
     n, rows, draw = case["batch"] * case["pooling"], case["rows"], bench.draw
     if case["named"] == "uniform":
         return torch.randint(rows, (n,), device=bench.device, generator=draw)
+    if case["named"] == "zipf":
+        return zipf(n, rows, draw)
     anywhere = torch.randperm(rows, device=bench.device, generator=draw)
     at = torch.rand(n, device=bench.device, generator=draw, dtype=torch.float64)
-    if case["named"] == "zipf":
-        share = torch.arange(1, rows + 1, device=bench.device, dtype=torch.float64) ** -EXPONENT
-        share = share.cumsum(0)
-        return anywhere[torch.searchsorted(share / share[-1], at).clamp(max=rows - 1)]
     hot = max(1, int(HOT_ROWS * rows))
     few = torch.randint(hot, (n,), device=bench.device, generator=draw)
     others = torch.randint(hot, rows, (n,), device=bench.device, generator=draw)

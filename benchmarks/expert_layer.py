@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.declare import Arms, Bench, Benchmark, Call, Case, Section
-from benchmarks.experts import MODELS, Model
+from benchmarks.expert_tensors import MODELS, Model
 from benchmarks.rows import Row, Timed, taken
 from benchmarks.tables import measured, us
 from counterpoint.measure.timing import relative_error

@@ -95,9 +95,10 @@ def checked(
 
     Raises:
         CounterpointError: the baseline is off by more than rounding, or another arm by more than
-            twice as much.
+            twice as much; or so of one that others are held against.
     """
-    names = sorted((n for n in calls if n not in arms.parts), key=lambda n: n != arms.baseline)
+    bases = {arms.baseline, *arms.against.values()}
+    names = sorted((n for n in calls if n not in arms.parts), key=lambda n: n not in bases)
     found: dict[str, list[float]] = {}
     for name in names:
         for output in arms.outputs:
@@ -106,8 +107,9 @@ def checked(
         bench.meet()
         errors = found[name] = bench.most(arms.check(name, calls[name](0)))
         limits = [arms.limit] * len(errors)
-        if name != arms.baseline:
-            limits = [max(2 * error, arms.floor) for error in found[arms.baseline]]
+        if name not in bases:
+            base = found[arms.against.get(name, arms.baseline)]
+            limits = [max(2 * error, arms.floor) for error in base]
         if any(not error <= limit for error, limit in zip(errors, limits, strict=True)):
             told = [", ".join(f"{e:.1e}" for e in each) for each in (errors, limits)]
             raise CounterpointError(
@@ -183,12 +185,15 @@ def _row(
 def _captured(
     calls: Mapping[str, Call], per: int, arms: Arms, bench: Bench
 ) -> tuple[dict[str, Arm], list[Row]]:
-    """Replays of all arms that all ranks can capture; and rows of peers that some rank cannot."""
+    """Replays of all arms that all ranks can capture; and rows of those that some rank cannot."""
     found: dict[str, Arm | str] = {}
     for name, call in calls.items():
+        if name in arms.waits:
+            found[name] = "its host waits for the GPU"
+            continue
         try:
             found[name] = captured(call, per, arms.pool)[0]
-        except RuntimeError as error:
+        except (RuntimeError, CounterpointError) as error:
             if name not in arms.peers:
                 raise
             found[name] = f"it cannot be captured: {str(error).splitlines()[0]}"

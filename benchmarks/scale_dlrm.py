@@ -44,7 +44,7 @@ def dlrm_s(step: DlrmStep) -> float:
 
 def gradients_of_ranks_s(step: DlrmStep) -> list[float]:
     """Of each rank's tables, entries being sorted: after their all-to-all ranks differ by that."""
-    owners, _ = balanced(step.group.size)
+    owners, _ = balanced(step.model.pooling, step.group.size)
     return [
         table_gradients_s(step, [t for t, owner in enumerate(owners) if owner == rank])
         for rank in range(step.group.size)

@@ -16,7 +16,7 @@ first run. It is scored once; a test holds it as it was frozen.
 
 from typing import NamedTuple
 
-from benchmarks.experts import MODELS, Model
+from benchmarks.expert_tensors import MODELS, Model
 from counterpoint.problem import Problem
 
 TOKENS = (64, 512, 2048, 8192)

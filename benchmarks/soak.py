@@ -7,15 +7,16 @@ give."""
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import counterpoint as cp
-from benchmarks import embedding, experts
+from benchmarks import embedding, expert_tensors
 from benchmarks.declare import Bench, Benchmark, Case, Section
 from benchmarks.rows import Row
+from benchmarks.soak_routes import ROUTED, Set, forgiven, routed_sets
 from counterpoint.errors import CounterpointError
 from counterpoint.measure.timing import backlog, captured, relative_error
 from counterpoint.runtime.workspace import workspace_of
@@ -28,20 +29,14 @@ EAGER = 0.2  # of the calls; all where outputs are in turn
 QUEUED = 1000  # calls, until the host waits for the GPU
 NOTES = 2000  # timed in a row
 LIMIT = 4e-3  # error of bf16, rounded once
+LAYER_LIMIT = 3 * LIMIT  # of a layer: both products are rounded, and the sums
 LOCAL, MOST, TOP = 4, 24, 2  # experts of a rank, rows from a rank to an expert, rows of a sum
-MODEL = experts.Model("small", LOCAL, 256, 256, TOP)
+MODEL = expert_tensors.Model("small", LOCAL, 256, 256, TOP)
 SUMMED = 2  # the table whose rows are summed where they come back
 CALLS = {"matmul_all_reduce": 1_000_000, "all_to_all_matmul": 100_000, "matmul_all_to_all": 100_000,
-         "embedding_bag_all_to_all": 100_000}  # fmt: skip
+         "embedding_bag_all_to_all": 100_000} | dict.fromkeys(ROUTED, 100_000)  # fmt: skip
 PAGES = {"matmul_all_reduce": ("docs/results/decode.md", "soak"),
          "embedding_bag_all_to_all": ("docs/results/embeddings.md", "embedding-soak")}  # fmt: skip
-
-
-class Set(NamedTuple):
-    """One set of operands: the call, and what it has to give in fp64."""
-
-    call: Callable[[], Tensor]
-    exact: Tensor
 
 
 class Soaked:
@@ -59,17 +54,21 @@ class Soaked:
     def __init__(self, op: str, sets: Sequence[Set], bench: Bench) -> None:
         self.sets, self.bits = sets, list[Tensor]()
         for each in sets:
+            if each.overflows:
+                self.bits.append(torch.full_like(each.exact, torch.nan))
+                continue
             got = each.call().clone()
             # a rank that gets nothing has nothing to compare
             error = relative_error(got, each.exact) if len(each.exact) else 0.0
             worst = max(bench.most([error]))
-            if not worst <= LIMIT:
+            if not worst <= each.limit:
                 raise CounterpointError(f"soak of {op}: a quiet call is off by {worst:.1e}")
             self.bits.append(got)
 
     def differs(self, i: int) -> Tensor:
-        """Whether call number i gives other bits, on the device."""
-        return (self.sets[i % len(self.sets)].call() != self.bits[i % len(self.sets)]).any()
+        """Whether call number i gives other bits, on the device; NaN is like any other NaN."""
+        got, bits = self.sets[i % len(self.sets)].call(), self.bits[i % len(self.sets)]
+        return ((got != bits) & ~(got.isnan() & bits.isnan())).any()
 
 
 def matmul_sets(bench: Bench) -> list[Set]:
@@ -79,7 +78,7 @@ def matmul_sets(bench: Bench) -> list[Set]:
         x, w = bench.normal(m, 512), bench.normal(1024, 512).t()
         exact = bench.summed(x.double() @ w.double())
         sets.append(Set(
-            lambda x=x, w=w: cp.matmul_all_reduce(x, w, group=bench.group, plan=plan), exact
+            lambda x=x, w=w: cp.matmul_all_reduce(x, w, group=bench.group, plan=plan), exact, LIMIT
         ))  # fmt: skip
     return sets
 
@@ -99,7 +98,7 @@ def tables(ranks: int) -> list[Tensor]:
 def expert_sets(op: str, bench: Bench) -> list[Set]:
     """Tables of counts in turn; rows that no count names are NaN."""
     run: Callable[..., Tensor] = getattr(cp, op)
-    layers = [experts.Layer(experts.case_of(op, MODEL, 1, ""), bench, counts)
+    layers = [expert_tensors.Layer(expert_tensors.case_of(op, MODEL, 1, ""), bench, counts)
               for counts in tables(bench.ranks)]  # fmt: skip
     room = max(layer.limit for layer in layers)
     sets: list[Set] = []
@@ -110,13 +109,13 @@ def expert_sets(op: str, bench: Bench) -> list[Set]:
         layer.given[len(layer.x) :] = torch.nan
         x = layer.given if bench.on_gpu else layer.x  # CPU ranks know counts on the host
 
-        def call(layer: experts.Layer = layer, x: Tensor = x, sums: Any = sums,
+        def call(layer: expert_tensors.Layer = layer, x: Tensor = x, sums: Any = sums,
                  rows: int = len(exact)) -> Tensor:  # fmt: skip
             return run(
                 x, layer.w, counts=layer.on_device, max_rows=room, group=bench.group, **sums
             )[:rows]
 
-        sets.append(Set(call, exact))
+        sets.append(Set(call, exact, LIMIT))
     return sets
 
 
@@ -138,12 +137,15 @@ def embedding_sets(bench: Bench) -> list[Set]:
 
     # serial's bits, which the benchmark holds against fp64, are what all give
     exact = [call(indices, "serial", None).double() for indices in b.sets]
-    return [Set(lambda i=i, plan=plan, into=into: call(b.sets[i], plan, into), exact[i])
+    return [Set(lambda i=i, plan=plan, into=into: call(b.sets[i], plan, into), exact[i],
+                LIMIT)
             for i in range(len(b.sets)) for plan, into in ways]  # fmt: skip
 
 
 def sets_of(op: str, bench: Bench) -> list[Set]:
     """The operands of one operator."""
+    if op in ROUTED:
+        return routed_sets(op, bench, LAYER_LIMIT)
     if op == "matmul_all_reduce":
         return matmul_sets(bench)
     return embedding_sets(bench) if op == "embedding_bag_all_to_all" else expert_sets(op, bench)
@@ -165,23 +167,33 @@ def rows_of(case: Case, bench: Bench) -> list[Row]:
         late()
         wrong.add_(different)
 
+    overflows = any(each.overflows for each in soaked.sets)
+
+    def settle() -> None:
+        torch.cuda.synchronize(bench.device)  # the queue stays short
+        if overflows and not forgiven(bench):
+            raise CounterpointError(f"soak of {op}: no rank has said that rows were too many")
+
     in_turn = op == "embedding_bag_all_to_all"  # a graph would use one output at each replay
     each = 4 * len(soaked.sets)
     graphs = [] if in_turn else [captured(once, each)[0] for _ in range(GRAPHS)]
     bench.meet()
     start_s = time.monotonic()
-    eager = calls if in_turn else round(calls * EAGER)
+    # an overflow stops the next eager call
+    eager = calls if in_turn else 0 if overflows else round(calls * EAGER)
     for i in range(eager):
         once(i)
         if i % QUEUED == 0:
-            torch.cuda.synchronize(bench.device)  # the queue stays short
+            settle()
     replays = -(-(calls - eager) // each)
     for i in range(replays):
         late()
         graphs[i % GRAPHS]()
         if i % max(1, QUEUED // each) == 0:
-            torch.cuda.synchronize(bench.device)
+            settle()
     torch.cuda.synchronize(bench.device)
+    if overflows:
+        forgiven(bench)
     seconds = time.monotonic() - start_s
     cp.check(bench.group)
     found = int(bench.summed(wrong))
@@ -227,9 +239,10 @@ def said(*ops: str) -> Callable[[Mapping[int, list[Row]]], str]:
 
 SOAK = Benchmark(
     "soak", cases, rows=rows_of, unit="ms",
+    short=lambda case: case["op"] not in ("matmul_all_to_all", *list(ROUTED)[:-1]),
     sections=(
         *(Section(page, marker, said(op)) for op, (page, marker) in PAGES.items()),
         Section("docs/results/experts.md", "experts-soak",
-                said("all_to_all_matmul", "matmul_all_to_all")),
+                said("all_to_all_matmul", "matmul_all_to_all", *ROUTED)),
     ),
 )  # fmt: skip

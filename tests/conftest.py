@@ -35,5 +35,7 @@ def pool() -> Iterator[RankPool]:
     from rankpool import RankPool
 
     # the ranks have no GPU: their Triton kernels run under the interpreter; none is ever too late
-    with RankPool(env={"TRITON_INTERPRET": "1", "COUNTERPOINT_TIMEOUT_S": "600"}) as ranks:
+    with RankPool(
+        max_ranks=8, env={"TRITON_INTERPRET": "1", "COUNTERPOINT_TIMEOUT_S": "600"}
+    ) as ranks:
         yield ranks

@@ -250,7 +250,9 @@ def test_the_picture_is_of_rows(tmp_path: Path):
 # ---- the runner
 
 
-def captures(rank: int, ranks: int, peers: tuple[str, ...]) -> tuple[list[str], list[Row]]:
+def captures(
+    rank: int, ranks: int, peers: tuple[str, ...], waits: tuple[str, ...] = ()
+) -> tuple[list[str], list[Row]]:  # fmt: skip
     def captured(call: Any, calls: int, pool: Any) -> tuple[Any, None]:
         if call(calls) == pool and rank == ranks - 1:
             raise RuntimeError("no graph\nof this")
@@ -259,7 +261,7 @@ def captures(rank: int, ranks: int, peers: tuple[str, ...]) -> tuple[list[str], 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runner, "captured", captured)
         calls: dict[str, Any] = {"ours": lambda n: n, "torch": lambda _: "pool"}
-        arms = Arms(calls, lambda *_: [], peers=peers, pool="pool")
+        arms = Arms(calls, lambda *_: [], peers=peers, waits=waits, pool="pool")
         bench = Bench(world(), torch.device("cpu"))
         replays, rows = runner._captured(calls, 2, arms, bench)  # pyright: ignore[reportPrivateUsage]
         return list(replays), rows
@@ -270,3 +272,8 @@ def test_a_peer_that_one_rank_cannot_capture_is_left_out_on_all(pool: RankPool):
     assert pool.run(captures, 2, ("torch",)) == [(["ours"], [why])] * 2
     with pytest.raises(RankError, match="no graph"):
         pool.run(captures, 1, ())
+
+
+def test_an_arm_whose_host_waits_is_left_out_of_graphs_untried(pool: RankPool):
+    why = {"arm": "torch", "mode": "graph", "refused": "its host waits for the GPU"}
+    assert pool.run(captures, 1, (), ("torch",)) == [(["ours"], [why])]

@@ -9,12 +9,12 @@ import torch
 from rank_bodies import by_reference, world
 from rankpool import RankPool
 
-from benchmarks import decode, embedding, experts, paper_fused, slices
+from benchmarks import decode, embedding, expert_tensors, experts, paper_fused, slices
 from benchmarks.declare import Bench, Case
 from benchmarks.runner import measured
 from counterpoint.testing import ptx
 
-SMALL = experts.Model("small", 2, 24, 16, 1)
+SMALL = expert_tensors.Model("small", 2, 24, 16, 1)
 OPERATORS = {
     "embedding + all-to-all": embedding.case_of(3, 8, 5, 32),
     "GEMV + all-reduce": decode.case_of(1, 32, 16),

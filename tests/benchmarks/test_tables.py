@@ -11,6 +11,7 @@ import pytest
 from benchmarks import (
     copies,
     decode,
+    decode_experts,
     embedding,
     experts,
     fp8,
@@ -181,6 +182,59 @@ def test_auto_of_experts_is_timed_by_its_own_plan_not_by_the_fastest(
         text = experts.auto_means(some)
         assert "0.75 with counts on the device" in text and "0.75, slower in 1)" in text
         assert f"{mean} with equal counts that the host knows (1 cases" in text
+
+
+def test_experts_by_routes_are_held_against_the_grouped_matmul():
+    found: list[Row] = []
+    for op, one in (("all_to_all_matmul", "one kernel"), ("matmul_all_to_all", "one kernel, sum")):
+        case = experts.case_of(op, experts.MODELS[0], 4096, "uniform")
+        times = {"matmul grouped": 100, "communication": 50, "pair grouped": 150, one: 120,
+                 "by routes": 105, "by routes, host": 110, "one kernel": 120}  # fmt: skip
+        head = HEAD | dict(case.facts) | {"table": "experts", "mode": "graph"}
+        found += [head | {"arm": arm, "median_s": t * 1e-6} for arm, t in times.items()]
+    lines = experts.routed_section({2: found}).splitlines()
+    assert lines[2] == "| 2, to the experts, DeepSeek-V3, 4096 | 100 | 120 | 105 | 110 | 1.05 |"
+    assert lines[3] == "| 2, back, DeepSeek-V3, 4096 | 100 | 120 | 105 | 110 | 1.05 |"
+    without = [row for row in found if "routes" not in row["arm"]]
+    assert experts.routed_section({2: without}) == ""
+
+
+def test_few_tokens_are_held_against_the_faster_of_torchs_and_against_reading_weights():
+    (case, *_) = decode_experts.cases(2)
+    times = {"torch, counts": 900, "torch, gathered": 700, "default": 500, "max_rows": 450}
+    head = HEAD | dict(case.facts) | {"weight_bytes": 1_720_000_000}
+    rows = [head | {"arm": arm, "mode": "graph", "median_s": t * 1e-6} for arm, t in times.items()]
+    text = decode_experts.table(rows)
+    assert (
+        "| DeepSeek-V3, 1 | 700.0 torch, gathered | **500.0** | **450.0** | 400.0 | 1.40x | 1.25 |"
+        in text
+    )
+    assert "1.40x in the mean" in text
+
+
+def test_steps_are_held_against_torchs_layer_and_the_fastest_unfused_way_in_each_mode():
+    head = HEAD | {"model": "Qwen3-235B", "size": 256, "case": "one"}
+    times = {"torch": 6.0, "torchtitan": 5.0, "torch, counts": 4.0, "default": 2.0, "fused": 1.0}
+    rows = [
+        head | {"mode": mode, "arm": f"{what}, by {way}", "median_s": ms * 1e-3}
+        for mode in ("graph", "eager")
+        for what, of in (("forward", times), ("matmuls", {"forward": 1.5}),
+                         ("exchanges", {"forward": 0.5}))
+        for way, ms in of.items()
+        if mode == "eager" or way not in ("torch", "torchtitan")
+    ]  # fmt: skip
+    graph, eager = steps.steps_of(rows)
+    assert [(s.mode, s.torch, s.fastest, s.ours) for s in (graph, eager)] == [
+        ("graph", "", "torch, counts", "default"),
+        ("eager", "torchtitan", "torch, counts", "default"),
+    ]
+    lines = [steps.step_table([s]).splitlines()[2] for s in (graph, eager)]
+    assert lines[0].endswith(
+        "| - | 4.000 torch, counts | **2.000** | **1.000** | - | 2.00x | 400% |"
+    )
+    assert lines[1].endswith(
+        "| 5.000 | 4.000 torch, counts | **2.000** | **1.000** | 2.50x | 2.00x | 400% |"
+    )
 
 
 def test_sections_are_filled_and_those_without_rows_stay(tmp_path: Path):

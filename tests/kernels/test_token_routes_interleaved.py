@@ -66,10 +66,10 @@ def entries_of(own: Found, ids: torch.Tensor, ranks: int) -> torch.Tensor:
 
 
 def calls_of(
-    seed: int, ranks: int, experts: int, op: str, limit: int
+    ids: torch.Tensor, ranks: int, experts: int, op: str, limit: int
 ) -> tuple[list[dict[str, Any]], list[list[torch.Tensor]], Given]:
     """Operands of each rank's call, where its results go, and what they are of."""
-    ids, ws = drawn(seed, ranks, experts), integers(experts, K, N)
+    ws = integers(experts, K, N)
     found, local = routes_of(ids, ranks, experts, limit), experts // ranks
     xs = integers(len(ids), TOP, K) if op == COMBINE else integers(len(ids), K)
     operands, rooms = list[dict[str, Any]](), list[list[torch.Tensor]]()
@@ -115,7 +115,8 @@ def errors_of(
                 break  # it shows
             torch.manual_seed(seed)
             each = memories(ranks, 2 * 2 * (LIMIT + 1) * K + 4096)
-            calls = [calls_of(3 * seed + i, ranks, experts, op, LIMIT) for i in range(3)]
+            lists = [drawn(3 * seed + i, ranks, experts) for i in range(3)]
+            calls = [calls_of(ids, ranks, experts, op, LIMIT) for ids in lists]
             actions = actions_of(each, op, ranks, experts, LIMIT)
 
             def run(r: int, actions: Any = actions, calls: Any = calls) -> None:
@@ -170,7 +171,7 @@ def beyond(rank: int, world: int, op: str) -> list[Any]:
 
     ranks, experts, limit = 2, 4, 2 * TOKENS * TOP - 11
     each = memories(ranks, 2 * 2 * (LIMIT + 1) * K + 4096)
-    operands, rooms, _ = calls_of(2, ranks, experts, op, limit)
+    operands, rooms, _ = calls_of(drawn(2, ranks, experts), ranks, experts, op, limit)
     for own in rooms:
         for room in own:
             room[GUARD:-GUARD] = 0
@@ -190,3 +191,33 @@ def test_too_many_rows_spoil_all_results_on_all_ranks(pool: RankPool, op: str):
     """All tokens go to rank 0, which has room for 11 rows fewer."""
     said = 1 << 32 | 11 << 8 | 1 + (op == COMBINE)
     assert pool.run(beyond, 1, op, group=False, timeout_s=60) == [[(said, True, "")] * 2]
+
+
+def arrived(rank: int, world: int, op: str, named: str) -> tuple[list[int], list[int]]:
+    """Rows that were stored in each rank's memory, by all ranks; and those of the rule."""
+    from counterpoint.testing.interleave import Interleaved
+
+    ranks, experts, columns = 8, 16, N if op == COMBINE else K
+    draw = torch.Generator().manual_seed(7)
+    share = torch.ones(experts) if named == "uniform" else 1 / torch.arange(1, experts + 1)
+    ids = torch.multinomial(share.expand(ranks * TOKENS, -1), TOP, generator=draw)
+    each = memories(ranks, 4 * K * N * 8)  # halves are whole rows
+    memory = [room[GUARD:-GUARD].view(torch.int16) for room in each[0].kept["turns"]]
+    for room in memory:
+        room.fill_(-23131)  # no small integer
+    operands, *_ = calls_of(ids, ranks, experts, op, ranks * TOKENS * TOP)
+    actions = actions_of(each, op, ranks, experts, ranks * TOKENS * TOP)
+    Interleaved(0).run([lambda r=r: actions[r](operands[r]) for r in range(ranks)])
+    found = [int((room.view(-1, columns) != -23131).any(1).sum()) for room in memory]
+    once = torch.stack([(ids // (experts // ranks) == d).any(1) for d in range(ranks)])
+    once = once.view(ranks, ranks, TOKENS).sum(2)  # of tokens of the second to the first
+    assert once.sum() < ids.numel(), "some tokens have two experts on a rank"
+    return found, once.sum(0 if op == COMBINE else 1).tolist()
+
+
+@pytest.mark.parametrize("named", ["uniform", "zipf"])
+@pytest.mark.parametrize("op", [DISPATCH, COMBINE])
+def test_a_token_goes_to_each_of_eight_ranks_once(pool: RankPool, op: str, named: str):
+    """DeepEP's rule: to each rank that has some of its experts; and as many rows come back."""
+    ((found, once),) = pool.run(arrived, 1, op, named, group=False, timeout_s=120)
+    assert found == once

@@ -136,7 +136,7 @@ def test_a_plan_of_ones_own_is_for_tokens_of_any_number_of_experts(rank: int, ra
 
 
 @pytest.mark.parametrize("name", ["uniform", "zipf"])
-@on_ranks(2, 4)
+@on_ranks(2, 4, 8)
 def test_a_token_goes_to_another_rank_once(rank: int, ranks: int, name: str) -> list[str]:
     """Rows copied to each peer are the tokens that have experts there; and they come back."""
     local, sent, found = 4, dict[tuple[str, int], int](), list[str]()
