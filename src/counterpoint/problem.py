@@ -252,14 +252,13 @@ class Problem:
             refuse("x_dtype", f"{W_DTYPE} with block scales")
         if self.dtype != "bfloat16":
             refuse("dtype", "bfloat16, of y, where x and w have scales")
-        if self.splits:
+        if self.splits and not self.gated:
             refuse("splits", "empty: with scales there is one weight")
         if self.invariant:
             refuse("scales", "left out of batch-invariant plans")
-        if self.activation:
-            refuse("activation", "left out: x has scales")
-        # as tensor cores take them
-        for name, of in (("n", 16), ("k", SCALE_BLOCK if self.scales == "block" else 16)):
+        # as tensor cores take them; of a gated activation N is that of two weights
+        columns = 32 if self.gated else 16
+        for name, of in (("n", columns), ("k", SCALE_BLOCK if self.scales == "block" else 16)):
             if getattr(self, name) % of:
                 refuse(name, f"a multiple of {of} with {self.scales} scales")
 

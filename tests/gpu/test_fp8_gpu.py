@@ -99,6 +99,33 @@ def test_compiled(gpus, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_an_activation_is_of_the_products(gpus, kind):
+    """Gate and up with SiLU, and GELU of one weight, by every family; in a graph, too."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    for spec in specs(AG):
+        for rows, activation in ((64, "silu_mul"), (13, "gelu"), (256, "relu_mul")):
+            gated = activation.endswith("_mul")
+            case = Case(AG, kind, spec, (rows,) * ranks, 640, 512, bias=not gated)
+            (x, w, bias), (_, up, _) = (operands(case, ranks, s, gpus)[rank] for s in (17, 18))
+            gate = cp.all_gather_matmul(x, w, bias=bias, plan=spec)
+            product = cp.all_gather_matmul(x, up, plan=spec) if gated else None
+            want = torch.ops.counterpoint.activated(gate, product, activation, None, 0)
+
+            def run(
+                x=x, w=(w, up) if gated else w, bias=bias, plan=spec, activation=activation
+            ):  # fmt: skip
+                return cp.all_gather_matmul(x, w, bias=bias, plan=plan, activation=activation)
+
+            eager = [run() for _ in range(4)]  # the third is a graph
+            graph = torch.cuda.CUDAGraph()
+            with no_collector(), torch.cuda.graph(graph):
+                captured = run()
+            graph.replay()
+            assert all(torch.equal(y, want) for y in (*eager, captured)), (spec, activation)
+    cp.check()
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_norm_behind_a_sum(gpus, kind):
     """As behind the sum that is there, eagerly and in a graph; its result in fp8, too."""
     ranks, rank = dist.get_world_size(), dist.get_rank()

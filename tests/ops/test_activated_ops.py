@@ -263,8 +263,11 @@ def test_what_is_refused(rank: int, ranks: int) -> list[str]:
         ({"w": (w, w.double())}, "w must be torch.float32 as x, got torch.float64"),
         ({"w": (w, None)}, "w must be"),
         ({"bias": torch.randn(N)}, "bias must be None with activation='silu_mul', got a Tensor"),
-        ({"x": scaled, "w": scaled, "activation": "gelu"}, "activation must be None with "
-         "counterpoint.Scaled, got 'gelu'"),
+        ({"x": scaled}, "w must be one counterpoint.Scaled, as x is, got Tensor"),
+        ({"w": (scaled, scaled)}, "x must be one counterpoint.Scaled, as w is, got Tensor"),
+        ({"x": scaled, "w": (scaled, w)}, "w must be one counterpoint.Scaled, as x is, got Tensor"),
+        ({"x": scaled, "w": scaled}, "w must be (gate, up) with activation='silu_mul', got Tensor"),
+        ({"x": scaled, "w": ()}, "w must be (gate, up) with activation='silu_mul', got 0 weights"),
         ({"plan": "uniform_fused_2d"}, "plan must be for one weight, got 'uniform_fused_2d'"),
         ({"x": x[0]}, "x must be [rows, ..., K] of 2 or more dims, got 1-D"),
     ]  # fmt: skip

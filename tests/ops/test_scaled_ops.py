@@ -32,7 +32,7 @@ from counterpoint.ops.samples import sample_of
 from counterpoint.plan.families import families
 from counterpoint.plan.operation import operation_of
 from counterpoint.problem import Problem
-from counterpoint.runtime import scaled
+from counterpoint.runtime import activated, scaled
 
 # all of opcheck but "test_schema": torch compares no two fp8 tensors
 CHECKS = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
@@ -271,6 +271,73 @@ def test_what_stands_there_is_each_number_times_its_scale():
     scale = torch.tensor([[2.0, 3.0]])
     want = data.double() * torch.cat([torch.full((128,), 2.0), torch.full((128,), 3.0)])
     assert torch.equal(exact(cp.Scaled(data, scale)), want)
+
+
+def with_activation(
+    case: Case, activation: str, rank: int, ranks: int, seed: int
+) -> tuple[cp.Scaled, Any, Tensor | None, Tensor]:
+    """x, the weight or gate and up, a bias of one weight, and what has to come."""
+    x, w, bias = operands(case, ranks, seed, device())[rank]
+    _, up, _ = operands(case, ranks, seed + 100, device())[rank]
+    gated = activation.endswith("_mul")
+    with by_reference():
+        gate = call(case, Operands(x, w, None if gated else bias))
+        product = call(case, Operands(x, up, None)) if gated else None
+    want = torch.empty_like(gate)
+    activated.into(activation, gate, product, want)
+    return x, (w, up) if gated else w, None if gated else bias, want
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(1, 2, 3)
+def test_an_activation_is_of_the_products(rank: int, ranks: int, kind: str) -> list[str]:
+    """As they are without it, by every family; eagerly, compiled, and along another dim."""
+    found: list[str] = []
+    for i, spec in enumerate(specs(AG, ranks)):
+        for j, activation in enumerate(("silu_mul", "gelu", "relu_mul", "gelu_tanh")):
+            if spec != "auto" and (i + j) % 2:
+                continue
+            even = (i + j) % 3 > 0
+            rows = (4,) * ranks if even else (3, 0, 5)[:ranks]
+            k, n = ((256, 48), (640, 272))[j % 2]
+            case = Case(AG, kind, spec, rows, k, n, bias=True, inner=(2,))
+            x, w, bias, want = with_activation(case, activation, rank, ranks, 41 * i + j)
+            options: dict[str, Any] = {"bias": bias, "plan": spec, "activation": activation}
+            options |= {} if even else {"rows": rows}
+            with by_reference():
+                for _ in range(3):
+                    y = cp.all_gather_matmul(x, w, **options)
+                    if y.dtype != torch.bfloat16 or not torch.equal(y, want):
+                        found.append(f"{spec} {activation} {rows}: {y.dtype} {tuple(y.shape)}")
+                if spec == "auto" and even:
+                    y = cp.all_gather_matmul(turned(x), w, gather_dim=1, **options)
+                    assert torch.equal(y, want.movedim(0, 1))
+                    compiled = torch.compile(cp.all_gather_matmul, fullgraph=True,
+                                             backend="aot_eager")  # fmt: skip
+                    assert torch.equal(compiled(x, w, **options), want)
+    return found
+
+
+@on_ranks(2)
+def test_what_an_activation_behind_scales_refuses(rank: int, ranks: int):
+    case = Case(AG, "row", "serial", (4, 4), 128, 48)
+    x, (gate, up), _, _ = with_activation(case, "silu_mul", rank, ranks, 51)
+    block = cp.Scaled(up.data, torch.ones(1, 1))
+    odd = cp.Scaled(gate.data[:, :40], gate.scale[:, :40])
+    cases: list[tuple[str, Any, dict[str, Any]]] = [
+        ("w.scale must be of one shape, gate and up, got [(1, 48), (1, 1)]", (gate, block), {}),
+        ("w must be of one shape, gate and up", (gate, odd), {}),
+        ("n must be a multiple of 32 with row scales, got 80", (odd, odd), {}),
+        ("bias must be None with activation='silu_mul'", (gate, up),
+         {"bias": torch.ones(48).bfloat16()}),
+        ("scales must be left out of batch-invariant plans", (gate, up),
+         {"plan": "serial invariant"}),
+        ("w must be without requires_grad: fp8 operands have no gradient",
+         (gate, cp.Scaled(up.data.detach().requires_grad_(), up.scale)), {}),
+    ]  # fmt: skip
+    for text, w, options in cases:
+        with pytest.raises(cp.InputError, match=re.escape(text)):
+            cp.all_gather_matmul(x, w, activation="silu_mul", **options)
 
 
 @pytest.mark.parametrize("kind", KINDS)

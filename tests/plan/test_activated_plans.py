@@ -15,18 +15,20 @@ from counterpoint.plan.families import build
 from counterpoint.plan.steps import Plan, Region, Step
 from counterpoint.plan.validate import validate
 from counterpoint.presets import preset
-from counterpoint.problem import Activation, Problem
+from counterpoint.problem import Activation, Problem, Scales
 
 NAMES = [name for name in get_args(Activation) if name]
 
 
+@pytest.mark.parametrize("scales", ["", "tensor", "row", "block"])
 @pytest.mark.parametrize("activation", NAMES)
-def test_every_family_is_proved_or_says_what_it_wants(activation: Activation):
+def test_every_family_is_proved_or_says_what_it_wants(activation: Activation, scales: Scales):
     proved = 0
+    n, k = (96, 256) if scales else (48, 64)
     for ranks, rows, islands in ((1, (), 1), (2, (), 1), (3, (4, 0, 5), 1), (4, (), 1), (4, (), 2)):
         m, bias = sum(rows) or 4 * ranks, ranks == 4 and not activation.endswith("_mul")
-        problem = make_problem(AG, m, 48, 64, ranks, rows=rows, bias=bias, islands=islands,
-                               activation=activation)  # fmt: skip
+        problem = make_problem(AG, m, n, k, ranks, rows=rows, bias=bias, islands=islands,
+                               activation=activation, scales=scales)  # fmt: skip
         for spec in specs(problem):
             plan = prove_or_refuse(problem, spec)
             if plan is not None:
@@ -49,6 +51,25 @@ def test_gate_and_up_are_halves_of_one_gather():
     assert plan.buffer("y").shape == (16, 24)
     assert "M16 N24+24 K64 bfloat16 silu_mul on 4 ranks" in str(p)
     assert problem_key(p) != problem_key(replace(p, activation="gelu_mul"))
+
+
+def test_each_weight_has_scales_of_its_own():
+    p = Problem(AG, 16, 96, 256, 4, activation="silu_mul", scales="row")
+    plan = build(p, "graded 1/1/2 ring")
+    buffers = {b.name: b.shape for b in plan.buffers}
+    assert buffers["w0_scale"] == buffers["w1_scale"] == (1, 48)
+    (*_, step) = (s for s in plan.steps if s.kind == "matmul")
+    names = [region.buffer for region in step.reads]
+    assert names == ["full", "w0", "w1", "full_scale", "w0_scale", "w1_scale"]
+    assert not step.accumulates
+    swapped = changed(plan, step.name, lambda s: replace(
+        s, reads=(*s.reads[:4], s.reads[5], s.reads[4])
+    ))  # fmt: skip
+    with pytest.raises(PlanError, match="w1_scale does not hold the scales of w0"):
+        validate(swapped)
+    fewer = changed(plan, step.name, lambda s: replace(s, reads=s.reads[:5]))
+    with pytest.raises(PlanError, match="reads x, w, and the scales of both"):
+        validate(fewer)
 
 
 def with_args(step: Step, **args: Any) -> Step:
@@ -122,7 +143,7 @@ def test_wrong_operands_are_refused(what: str, said: str):
     ("fields", "said"),
     [
         ({"activation": "swish"}, "activation must be one of '', relu, silu, gelu, gelu_tanh"),
-        ({"activation": "gelu", "scales": "row"}, "activation must be left out: x has scales, got"),
+        ({"activation": "silu_mul", "scales": "row"}, "n must be a multiple of 32 with row scales"),
         ({"activation": "gelu", "splits": (16, 32)}, "splits must be empty with gelu, got"),
         ({"activation": "silu_mul", "splits": (16, 32)},
          "splits must be two equal halves of N with silu_mul, got"),

@@ -371,7 +371,7 @@ def gather_gated(
     """
     first = _alike("gather_gated", x, (gate, up))
     weights = gate.weight.t(), up.weight.t()
-    weights_of("gather_gated", activation, x, weights, None)
+    weights_of("gather_gated", activation, weights, None)
     if first.fp8 or gate.bias is not None or up.bias is not None:
         return activate(gather_once(x, gate, up), activation)
     return all_gather_matmul(

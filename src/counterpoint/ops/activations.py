@@ -20,7 +20,7 @@ from counterpoint.runtime.launch import aligned
 NAMES = tuple(name for name in get_args(Activation) if name)
 
 
-def weights_of(op: str, activation: object, x: object, w: Any, bias: object) -> list[Tensor]:
+def weights_of(op: str, activation: object, w: Any, bias: object) -> list[Any]:
     """The weights of a matmul with that activation: one, or two.
 
     Raises:
@@ -28,10 +28,8 @@ def weights_of(op: str, activation: object, x: object, w: Any, bias: object) -> 
     """
     if activation not in NAMES:
         raise InputError(op, "activation", want=f"one of {', '.join(NAMES)}", got=repr(activation))
-    gated, several = str(activation).endswith(GATED), isinstance(w, list | tuple)
-    if isinstance(x, Scaled) or isinstance(w, Scaled):
-        want = "None with counterpoint.Scaled"
-        raise InputError(op, "activation", want=want, got=repr(activation))
+    gated = str(activation).endswith(GATED)
+    several = isinstance(w, list | tuple) and not isinstance(w, Scaled)
     found: list[Any] = list(w) if several else [w]
     if len(found) != 1 + gated or (several and not gated):
         want = f"{'(gate, up)' if gated else 'a Tensor'} with activation={activation!r}"
@@ -40,7 +38,8 @@ def weights_of(op: str, activation: object, x: object, w: Any, bias: object) -> 
     if gated and bias is not None:
         want = f"None with activation={activation!r}"
         raise InputError(op, "bias", want=want, got="a Tensor")
-    shapes = [tuple(getattr(each, "shape", ())) for each in found]
+    numbers = [each.data if isinstance(each, Scaled) else each for each in found]
+    shapes = [tuple(getattr(each, "shape", ())) for each in numbers]
     if shapes[0] != shapes[-1]:
         raise InputError(op, "w", want="of one shape, gate and up", got=shapes)
     return found

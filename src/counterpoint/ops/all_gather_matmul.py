@@ -1,7 +1,6 @@
 """Gather the rows of all ranks and multiply: the first linear layer under sequence parallelism."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cache, partial
 from math import prod
 from pathlib import Path
@@ -58,12 +57,13 @@ def all_gather_matmul(
 ) -> list[Tensor]: ...  # fmt: skip
 @overload
 def all_gather_matmul(
-    x: Tensor, w: Tensor | Sequence[Tensor], *, group: dist.ProcessGroup | None = None,
-    bias: Tensor | None = None, plan: str | Path | Plan = "auto",
-    rows: Sequence[int] | None = None, gather_dim: int = 0, activation: str,
+    x: Tensor | Scaled, w: Tensor | Scaled | Sequence[Tensor] | Sequence[Scaled], *,
+    group: dist.ProcessGroup | None = None, bias: Tensor | None = None,
+    plan: str | Path | Plan = "auto", rows: Sequence[int] | None = None, gather_dim: int = 0,
+    activation: str,
 ) -> Tensor: ...  # fmt: skip
 def all_gather_matmul(
-    x: Tensor | Scaled, w: Tensor | Scaled | Sequence[Tensor], *,
+    x: Tensor | Scaled, w: Tensor | Scaled | Sequence[Tensor] | Sequence[Scaled], *,
     group: dist.ProcessGroup | None = None, bias: Tensor | None = None,
     plan: str | Path | Plan = "auto", rows: Sequence[int] | None = None, gather_dim: int = 0,
     activation: str | None = None,
@@ -99,7 +99,7 @@ def all_gather_matmul(
             w = (gate, up), two of one shape, y = activation(gather(x) gate) * (gather(x) up):
             "silu_mul", "gelu_tanh_mul", "gelu_mul", "relu_mul". In fp32, of products that are
             rounded as without it. For a gradient they are saved, [M, N] of each weight, as without
-            it; the activation is then a kernel behind them. Not with `Scaled`.
+            it; the activation is then a kernel behind them. With `Scaled` it is one, too.
 
     Returns:
         dtype of x, or bf16 with `Scaled`, [sum of rows, ..., N], a new tensor; of several weights,
@@ -117,7 +117,7 @@ def all_gather_matmul(
         >>> h = cp.all_gather_matmul(x, (gate, up), activation="silu_mul")  # doctest: +SKIP
     """
     if activation is not None:
-        return _activated(x, w, bias, activation, group, plan, rows, gather_dim)  # type: ignore[arg-type]
+        return _activated(x, w, bias, activation, group, plan, rows, gather_dim)
     return _plain(x, w, bias, group, plan, rows, gather_dim)
 
 
@@ -166,12 +166,26 @@ def _anew(
 
 
 def _activated(
-    x: Tensor, w: Tensor | Sequence[Tensor], bias: Tensor | None, activation: str,
-    group: dist.ProcessGroup | None, plan: str | Path | Plan, rows: Sequence[int] | None,
-    gather_dim: int,
+    x: Any, w: Any, bias: Tensor | None, activation: str, group: dist.ProcessGroup | None,
+    plan: str | Path | Plan, rows: Sequence[int] | None, gather_dim: int,
 ) -> Tensor:  # fmt: skip
     """The activation of y, or gated, of the first of two times the second."""
-    given: Any = (x, *w, bias) if isinstance(w, list | tuple) else (x, w, bias)
+    several = isinstance(w, list | tuple) and not isinstance(w, Scaled)
+    weights: list[Any] = [*w] if several else [w]
+    scales: tuple[Tensor | None, ...] = (None,) * (1 + len(weights))
+    if weights and any(isinstance(each, Scaled) for each in (x, *weights)):
+        if gather_dim:
+
+            def again(x: Scaled, _: object) -> Tensor:
+                return all_gather_matmul(
+                    x, w, group=group, bias=bias, plan=plan, rows=rows, activation=activation
+                )
+
+            return scaled.along(OP, ("gather_dim", gather_dim), x, weights[0], group, again)
+        apart = [scaled.apart(OP, x, each, group) for each in weights]
+        x, weights = apart[0][0], [data for _, data, _ in apart]
+        scales = apart[0][2][0], *(of_w for _, _, (_, of_w) in apart)
+    given: Any = (x, *weights, bias, *scales)
     key: tuple[object, ...] | None = None
     if not gather_dim and isinstance(activation, str):
         settings = (activation,)
@@ -179,12 +193,13 @@ def _activated(
         if found is not None:
             return found[0]
     try:
-        weights = activations.weights_of(OP, activation, x, w, bias)
+        weights = activations.weights_of(OP, activation, weights if several else weights[0], bias)
     except CounterpointError as error:
         raise refused(error, group, x) from None
     grad = torch.is_grad_enabled() and any(getattr(t, "requires_grad", False) for t in given)
-    if not grad and not (gather_dim and is_last(gather_dim, x)):
-        operands = x, weights, bias
+    plain = scales[0] is not None or not (grad or (gather_dim and is_last(gather_dim, x)))
+    if plain:
+        operands = x, weights, bias, scales
         return _activated_anew(operands, activation, group, plan, rows, gather_dim, key)
     # the products are results of their own, which a backward needs
     of: Any = weights[0] if len(weights) == 1 else weights
@@ -195,28 +210,31 @@ def _activated(
 
 
 def _activated_anew(
-    given: tuple[Tensor, list[Tensor], Tensor | None], activation: str,
+    given: tuple[Tensor, list[Tensor], Tensor | None, tuple[Tensor | None, ...]], activation: str,
     group: dist.ProcessGroup | None, plan: str | Path | Plan, rows: Sequence[int] | None,
     gather_dim: int, key: tuple[object, ...] | None,
 ) -> Tensor:  # fmt: skip
-    """As `_anew`, of x, the weights and a bias."""
-    x: Any = given[0]
+    """As `_anew`, of x, the weights, a bias, and the scales of x and of each weight."""
+    x, factors, bias, (x_scale, *w_scales) = given
+    weights: list[Tensor] = []
     try:
-        found: list[Any] = [*autocast(x, given[2], *given[1])]
-        x, bias, *weights = found
-        for each in weights:
-            check_tensors(OP, x, each, bias)
+        for each, w_scale in zip(factors, w_scales, strict=True):
+            x, w, bias, _ = scaled.checked(OP, x, each, (bias, x_scale, w_scale))
+            weights.append(w)
+        scaled.check_alike(OP, w_scales)
         group = check_group(OP, group)
         front, dim, counts = _shards(x, rows, gather_dim, group)
         spec, where = plan_key(OP, plan), (group.group_name, group.size())
     except CounterpointError as error:
         raise refused(error, group, x) from None
+    scales = x_scale, *w_scales
     if key is not None:
-        operator, tensors = operator_of_activated(activation, len(weights)), (front, *weights, bias)
+        operator = operator_of_activated(activation, len(weights))
+        tensors = front, *weights, bias, *scales
         y = call.first(operator, tensors, spec, counts, group, key)[0]
     else:
         op = torch.ops.counterpoint.all_gather_matmul_activated
-        y = op(front, weights, bias, activation, spec, counts, *where)
+        y = op(front, weights, bias, activation, spec, counts, *where, *scales)
     return y.movedim(0, dim) if dim else y
 
 
@@ -370,13 +388,20 @@ def operator_of_activated(activation: str, count: int) -> Operator:
     """Of that many weights."""
 
     def problem(tensors: Tensors, rows: Sequence[int], ranks: int) -> Problem:
-        *given, bias = tensors
-        plain = _problem_of_several(given, rows, ranks)
-        return replace(plain, bias=bias is not None, activation=activation)  # type: ignore[arg-type]
+        x, *weights = present(tensors[: 1 + count])
+        bias, *scales = tensors[1 + count :]
+        columns, gathered = [w.shape[1] for w in weights], prod(_gathered(x, rows, ranks, 1))
+        return Problem(
+            OP, gathered, sum(columns), x.shape[-1], ranks, rows=flat_rows(x, rows),
+            splits=splits_of(columns), bias=bias is not None, activation=activation,  # type: ignore[arg-type]
+            **scaled.of_problem(x, weights[0], scales),
+        )  # fmt: skip
 
+    names = numbered("w", count)
     inputs = (
-        Input("x", "rows", own=True), *(Input(name, "matrix") for name in numbered("w", count)),
-        Input("bias", "row"),
+        Input("x", "rows", own=True), *(Input(name, "matrix") for name in names),
+        Input("bias", "row"), Input("x_scale", "rows", own=True, alike=True),
+        *(Input(f"{name}_scale", "matrix") for name in names),
     )  # fmt: skip
     return Operator(OP, inputs, problem, _outputs, settings=(("activation", activation),))
 
@@ -396,11 +421,12 @@ def _run_several(
 
 
 def _run_activated(
-    x: Tensor, w: list[Tensor], bias: Tensor | None, activation: str,
-    plan: str, rows: list[int], group_name: str, group_size: int,
-) -> Tensor:  # fmt: skip
-    operator = operator_of_activated(activation, len(w))
-    (y,) = call.run(operator, (x, *w, bias), plan, rows, group_name)
+    x: Tensor, w: list[Tensor], bias: Tensor | None, activation: str, *where: Any
+) -> Tensor:
+    plan, rows, group_name, _, *scales = where
+    operator, number = operator_of_activated(activation, len(w)), 1 + len(w)
+    given = scales[:number] or [None] * number
+    (y,) = call.run(operator, (x, *w, bias, *given), plan, rows, group_name)
     return y
 
 
@@ -419,10 +445,10 @@ def _fake_several(
 
 
 def _fake_activated(
-    x: Tensor, w: list[Tensor], bias: Tensor | None, activation: str,
-    plan: str, rows: list[int], group_name: str, group_size: int,
-) -> Tensor:  # fmt: skip
-    return x.new_empty(_gathered(x, rows, group_size, w[0].shape[1]))
+    x: Tensor, w: list[Tensor], bias: Tensor | None, activation: str, *where: Any
+) -> Tensor:
+    _, rows, _, group_size, *_ = where
+    return x.new_empty(_gathered(x, rows, group_size, w[0].shape[1]), dtype=scaled.result_of(x))
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -470,6 +496,7 @@ register(
     _run_several, _fake_several, _backward_of_several, _save_several,
 )  # fmt: skip
 register(
-    f"{ACTIVATED}(Tensor x, Tensor[] w, Tensor? bias, str activation, {_WHERE}) -> Tensor",
+    f"{ACTIVATED}(Tensor x, Tensor[] w, Tensor? bias, str activation, {_WHERE}, {OF_SCALES}, "
+    "Tensor? up_scale=None) -> Tensor",
     _run_activated, _fake_activated,
 )  # fmt: skip

@@ -34,8 +34,8 @@ class Scaled(NamedTuple):
     gradient: see `counterpoint.nn.to_fp8`. On CPU ranks x and w are multiplied in
     fp32.
 
-    Refused are the batch-invariant mode, lists of weights, and plans that cut K or N, "fused", and
-    of a gather "direct".
+    Refused are the batch-invariant mode, lists of weights but for gate and up of an activation, and
+    plans that cut K or N, "fused", and of a gather "direct".
 
     Attributes:
         data: x: float8_e4m3fn, or, not with scales of blocks, float8_e5m2. w: float8_e4m3fn
@@ -154,6 +154,17 @@ def _check(
             fix = "take the layers of counterpoint.nn and to_fp8, or detach it"
             want = "without requires_grad: fp8 operands have no gradient"
             raise InputError(op, name, want=want, got="a tensor that requires one", fix=fix)
+
+
+def check_alike(op: str, w_scales: Sequence[Tensor | None]) -> None:
+    """Refuse scales of several weights of one shape that are not of one kind.
+
+    Raises:
+        InputError: they are not.
+    """
+    shapes = [None if scale is None else tuple(scale.shape) for scale in w_scales]
+    if shapes[0] != shapes[-1]:
+        raise InputError(op, "w.scale", want="of one shape, gate and up", got=shapes)
 
 
 def kind_of(w: Tensor, w_scale: Tensor) -> str:

@@ -27,14 +27,14 @@ ONE_WAVE, WAVES = 0.84, 0.95
 def one_kernel(p: Problem, rows: int, n: int, num_sms: int) -> bool:
     """Whether x[rows, K] w[K, n] (x up) and its activation are one kernel on a GPU.
 
-    Else they are the library's matmuls and one kernel behind them. Of two weights it can be one if
-    they lie as `invariant_matmul.pairs` says. H200, 2026-11, gate and up of Llama-3 8B, 70B and
-    405B at TP2 and TP8, 48 to 8192 rows: speedup of one kernel over those three 0.99x to 1.58x
-    where this takes it, 0.83x to 1.04x where it does not. Of one weight both are as fast.
+    Else they are the library's matmuls and one kernel behind them. Of two weights without scales it
+    can be one if they lie as `invariant_matmul.pairs` says. H200, 2026-11, gate and up of Llama-3
+    8B, 70B and 405B at TP2 and TP8, 48 to 8192 rows: speedup of one kernel over those three 0.99x
+    to 1.58x where this takes it, 0.83x to 1.04x where it does not. Of one weight both are as fast.
     """
     if p.invariant:
         return True
-    if not p.gated or p.item_bytes != 2 or rows <= FEW_ROWS:
+    if not p.gated or p.scales or p.item_bytes != 2 or rows <= FEW_ROWS:
         return False
     if rows <= SOME_ROWS or ceil(rows / 64) * ceil(2 * n / 128) <= 2 * num_sms:
         return True  # all of it is on the SMs at once

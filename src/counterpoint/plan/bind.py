@@ -135,7 +135,8 @@ class _Binder:
         # the weight of a matmul and the bias serve every part; all other boxes go on with it
         shared = {*range(1, 1 + step.weights)} if step.kind == "matmul" else set[int]()
         if scales := step.arg("scales"):
-            shared |= {3} if scales != "tensor" else {2, 3}
+            first = 1 + step.weights + (scales != "tensor")  # the scale of a whole x is one, too
+            shared |= {*range(first, 2 + 2 * step.weights)}
         if step.arg("bias"):
             shared.add(len(reads) - 1)
         return tuple(merged([p for p in parts if not p.write.empty], shared))
@@ -187,8 +188,9 @@ class _Binder:
                     ok = ok and all(up == w for up in shapes[2 : 1 + step.weights])
                     rest = shapes[1 + step.weights :]
                     if scales := step.arg("scales"):
-                        ok = ok and tuple(rest[:2]) == shapes_of(scales, x, w)
-                        rest = rest[2:]
+                        of_x, of_w = shapes_of(scales, x, w)
+                        ok = ok and rest[: 1 + step.weights] == [of_x, *[of_w] * step.weights]
+                        rest = rest[1 + step.weights :]
                 case _:
                     ok, rest = True, shapes
             if step.arg("bias"):

@@ -13,6 +13,7 @@ from math import ceil
 from typing import Any
 
 from counterpoint.plan.boxes import Box
+from counterpoint.plan.names import weights
 from counterpoint.plan.steps import Buffer, Plan, Region, Step
 from counterpoint.plan.values import Contradiction, Memory, operand
 from counterpoint.problem import SCALE_BLOCK, W_DTYPE, Problem
@@ -44,10 +45,10 @@ def scaled(plan: Plan) -> Plan:
 
 def _with_scales(p: Problem, b: Buffer, holders: set[str]) -> Iterator[Buffer]:
     """A buffer as it is with scales, and that of its scales, if it has any."""
-    if b.name not in (*holders, "w"):
+    is_w = b.name in {region.buffer for region in weights(p)}
+    if not is_w and b.name not in holders:
         yield b
         return
-    is_w = b.name == "w"
     yield replace(b, dtype=W_DTYPE if is_w else p.x_dtype)
     shape = shapes_of(p.scales, b.shape, b.shape)[is_w]
     scales = replace(b, name=b.name + SCALE, shape=shape, dtype="float32")
@@ -75,9 +76,9 @@ def _scaled_step(p: Problem, step: Step, holders: set[str]) -> Iterator[Step]:
     if source.buffer not in holders:
         yield step
     elif step.kind == "matmul":
-        x, w, *rest = step.reads
+        (x, *by), rest = step.reads[: 1 + step.weights], step.reads[1 + step.weights :]
         x_scale = Region("x" + SCALE) if p.scales == "tensor" else _scale_of(x)
-        reads = (x, w, x_scale, _scale_of(w), *rest)
+        reads = (x, *by, x_scale, *map(_scale_of, by), *rest)
         yield replace(step, reads=reads, args=(*step.args, ("scales", p.scales)))
     elif p.scales == "tensor":
         yield step
@@ -101,11 +102,12 @@ def misuse_of_scales(plan: Plan, step: Step, operands: list[Buffer], target: str
         operands: that it reads, without a bias.
         target: the dtype that it writes.
     """
-    p, dtypes = plan.problem, [b.dtype for b in operands]
-    if step.arg("scales") != p.scales or dtypes != [p.x_dtype, W_DTYPE, "float32", "float32"]:
+    p, dtypes, by = plan.problem, [b.dtype for b in operands], step.weights
+    wanted = [p.x_dtype, *[W_DTYPE] * by, *["float32"] * (1 + by)]
+    if step.arg("scales") != p.scales or dtypes != wanted:
         return f"a matmul with {p.scales} scales reads x, w, and the scales of both"
     # slices of K would be rounded one by one, and a block's scale is not cut
-    cut = step.arg("contract") or any(r.cols or r.rows for r in step.reads[:4])
+    cut = step.arg("contract") or any(r.cols or r.rows for r in step.reads[: 2 + 2 * by])
     if cut or step.accumulates or target != p.dtype:
         return f"a matmul with scales takes all of K and of w, and rounds once, to {p.dtype}"
     return ""

@@ -91,7 +91,7 @@ class Step:
     Kinds, with what they read and write, paired in order:
         copy        reads[i] -> writes[i], bytes as they are; the only kind that may reach a peer
         move        reads[0] -> writes[0] on an SM, changing dtype where they differ; + bias
-        matmul      reads x, w (, up) (, the scales of x and w) (+ a sum to add to, the target or
+        matmul      reads x, w (, up) (, the scales of each) (+ a sum to add to, the target or
                     another) (+ bias) -> writes y = x w; where it contracts over rows, y = x^T w, of
                     one box each; where its activation is gated, y = activation(x w) * (x up)
         spread      reads[i] -> writes[i] on an SM: by routes, a row for each place that it goes to
@@ -170,7 +170,8 @@ class Step:
         if self.kind != "matmul":
             return self.kind.startswith("attention") and self.writes[0] in self.reads
         operands = sum(region.buffer not in VARYING for region in self.reads)
-        return operands > 1 + self.weights + 2 * bool(self.arg("scales")) + bool(self.arg("bias"))
+        factors = (1 + self.weights) * (1 + bool(self.arg("scales")))
+        return operands > factors + bool(self.arg("bias"))
 
 
 def same_batch(a: Step, b: Step) -> bool:

@@ -255,9 +255,10 @@ def _result(bound: BoundStep, part: Part, memory: Memory, stacked: bool) -> list
         x, *weights = reads[: 1 + step.weights]
         reads = reads[1 + step.weights :]
         if step.arg("scales"):
-            x_scale, w_scale, *reads = reads
+            (x_scale, *scales), reads = reads[: 1 + step.weights], reads[1 + step.weights :]
             check_scaled(memory, x, x_scale, by_row=step.arg("scales") != "tensor")
-            check_scaled(memory, weights[0], w_scale, by_row=False)
+            for w, w_scale in zip(weights, scales, strict=True):
+                check_scaled(memory, w, w_scale, by_row=False)
         how = {"transposed": bool(step.arg("contract")), "stacked": stacked}
         added = [values.product(memory.read(x), memory.read(w), x, w, target, **how)
                  for w in weights]  # fmt: skip

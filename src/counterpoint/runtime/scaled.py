@@ -15,6 +15,7 @@ from torch.nn.functional import pad
 from counterpoint.errors import UnsupportedError
 from counterpoint.plan.bind import BoundStep, Part
 from counterpoint.problem import SCALE_BLOCK
+from counterpoint.runtime import activated
 from counterpoint.runtime.device_limits import capability_of
 from counterpoint.runtime.workspace import Operands, Places
 
@@ -27,18 +28,28 @@ Multiply = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor], obj
 
 
 def matmul(bound: BoundStep, part: Part, places: Places) -> Callable[[Operands], object]:
-    """y = (x w, each number times its scale) (+ bias), accumulated in fp32.
+    """y = (x w, each number times its scale) (+ bias), accumulated in fp32; or its activation.
 
     Raises:
         UnsupportedError: the GPU has no such product.
     """
-    x, w, x_scale, w_scale, *rest = (places.of(box) for box in part.reads)
-    y, op, scales = places.of(part.write), places.plan.problem.op, str(bound.step.arg("scales"))
-    multiply = multiply_of(op, scales, places.workspace.device)
+    step, by = bound.step, bound.step.weights
+    x, *reads = (places.of(box) for box in part.reads)
+    (w, *up), (x_scale, w_scale, *up_scale) = reads[:by], reads[by : 2 * by + 1]
+    rest, y = reads[2 * by + 1 :], places.of(part.write)
+    op, device = places.plan.problem.op, places.workspace.device
+    multiply = multiply_of(op, str(step.arg("scales")), device)
+    activation = str(step.arg("activation", ""))
 
     def run(o: Operands) -> None:
-        bias = rest[-1](o).view(-1) if rest else None
-        multiply(x(o), w(o), x_scale(o), w_scale(o), bias, y(o))
+        target, bias = y(o), rest[-1](o).view(-1) if rest else None
+        multiply(x(o), w(o), x_scale(o), w_scale(o), bias, target)
+        product = None
+        for factor, scale in zip(up, up_scale, strict=True):
+            product = torch.empty_like(target)
+            multiply(x(o), factor(o), x_scale(o), scale(o), None, product)
+        if activation:
+            activated.into(activation, target, product, target)
 
     return run
 
