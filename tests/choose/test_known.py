@@ -312,6 +312,10 @@ def test_what_came_with_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     # but not the other way round
     assert shipped(GPU, 2) is None and shipped(GPU, 1) is None
     assert shipped("NVIDIA H100", 4) is None
+    # nor are two GPUs like more: NCCL has other rates there
+    save_machine(measured(), "NVIDIA B200", 2, tmp_path)
+    assert shipped("NVIDIA B200", 2) == measured()
+    assert shipped("NVIDIA B200", 4) is shipped("NVIDIA B200", 8) is None
     # what was measured here goes before
     save_machine(measured(3e-6), GPU, 4, tmp_path / "cache")
     assert read(tmp_path / "cache").machine == measured(3e-6)
