@@ -17,8 +17,12 @@ STEP, IN_BACKWARD = "step", "step, fused update"
 EXACT = 2**-9  # a relative error as small as that is of rounding to bf16 alone
 
 
-def dlrm_tables(s: dlrm.Sizes, dtype: torch.dtype, bench: Bench) -> dict[str, Any]:
-    """The tables of this rank each way, with equal weights, the same at each call."""
+def dlrm_tables(s: dlrm.Sizes, dtype: torch.dtype, bench: Bench, arms: int) -> dict[str, Any]:
+    """The tables of this rank each way, with equal weights, the same at each call.
+
+    Args:
+        arms: that have graphs of these tables.
+    """
     torch.manual_seed(bench.rank)
     owners, _ = dlrm.balanced(s.model.pooling, bench.ranks)
     rows = [(n, s.model.dim) for n in s.model.rows]
@@ -30,7 +34,7 @@ def dlrm_tables(s: dlrm.Sizes, dtype: torch.dtype, bench: Bench) -> dict[str, An
     for weight, other in zip(bags.weights, serial.weights, strict=True):
         nn.init.uniform_(weight, -(len(weight) ** -0.5), len(weight) ** -0.5)
         other.data.copy_(weight.data)
-    captured = 3 * SETS * bench.on_gpu  # tables, forward, and both
+    captured = arms * SETS * bench.on_gpu
     return {
         "fused": dlrm.InOneCall(s, bags, bench.device, captured),
         "torch": dlrm.InThree(s, bags, bench.device),
@@ -39,15 +43,17 @@ def dlrm_tables(s: dlrm.Sizes, dtype: torch.dtype, bench: Bench) -> dict[str, An
 
 
 def trainings(
-    s: dlrm.Sizes, dense: dlrm.Dense, dtype: torch.dtype, bench: Bench, *, in_backward: bool = False
-) -> dict[str, dlrm.Training]:
+    s: dlrm.Sizes, dense: dlrm.Dense, dtype: torch.dtype, bench: Bench, *, arms: int = 1,
+    in_backward: bool = False,
+) -> dict[str, dlrm.Training]:  # fmt: skip
     """Every way, with tables and dense layers of its own.
 
     Args:
         dense: is copied.
+        arms: that have graphs of each way.
         in_backward: tables are updated there, by row-wise Adagrad.
     """
-    tables = dlrm_tables(s, dtype, bench)
+    tables = dlrm_tables(s, dtype, bench, arms)
     if in_backward:
         tables["torch"].fuse_optimizer(row_wise(s))
         for way in ("fused", "lookup"):
@@ -76,7 +82,7 @@ def dlrm_arms(
     """
     torch.manual_seed(0)
     dense = dlrm.Dense(s).to(bench.device)
-    ways = trainings(s, dense, dtype, bench)
+    ways = trainings(s, dense, dtype, bench, arms=3)  # tables, forward, and both
     steps = {STEP: trainings(s, dense, dtype, bench),
              IN_BACKWARD: trainings(s, dense, dtype, bench, in_backward=True)}  # fmt: skip
     torch_s = ways["torch"].tables

@@ -13,7 +13,6 @@ from collections import namedtuple
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import counterpoint as cp
@@ -62,8 +61,7 @@ class Plain(nn.Module):
             dist.broadcast(bag.weight.data.copy_(own.data), owners[t])
 
     def forward(self, features: Tensor, indices: list[Tensor]) -> Tensor:
-        pooled = [bag(i) for bag, i in zip(self.bags, indices, strict=True)]
-        return self.dense(features, torch.cat(pooled, 1))
+        return self.dense(features, torch.cat([*map(nn.Module.__call__, self.bags, indices)], 1))
 
 
 def batch_of(s: Sizes, seed: int, device: torch.device) -> tuple[Tensor, list[Tensor], Tensor]:
@@ -89,7 +87,7 @@ def train(device: torch.device, args: argparse.Namespace) -> None:
     def step(model: nn.Module, features: Tensor, indices: list[Tensor], clicked: Tensor) -> Tensor:
         with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
             logits = model(features, indices).float()
-        loss = F.binary_cross_entropy_with_logits(logits, clicked, reduction="sum") / s.batch
+        loss = nn.BCEWithLogitsLoss(reduction="sum")(logits, clicked) / s.batch
         loss.backward()
         for parameter in ours.dense.parameters() if model is ours else ():
             dist.all_reduce(parameter.grad)  # those of tables are of all samples
@@ -99,15 +97,18 @@ def train(device: torch.device, args: argparse.Namespace) -> None:
 
     for number in range(1, args.steps + 1):
         features, indices, clicked = batch_of(s, number, device)
-        loss = step(ours, features.chunk(ranks)[rank], indices, clicked.chunk(ranks)[rank])
-        dist.all_reduce(loss)  # the sum of the parts
+        mine = features.chunk(ranks)[rank], indices, clicked.chunk(ranks)[rank]
+        dist.all_reduce(loss := step(ours, *mine))  # the sum of the parts
         want = step(plain, features, indices, clicked) if rank == 0 else loss
         if rank == 0 and (number % 5 == 0 or number in (1, args.steps)):
             print(f"step {number:3} of {args.steps}   loss {loss:.5f}   plain torch {want:.5f}")
+    _, timeline = cp.profile(lambda: step(ours, *mine))
     cp.check()  # on a GPU a call returns before its work has run
     assert abs(loss - want) <= ROUNDING[args.dtype] * want, "the losses differ"
     if rank == 0:
         print(f"the losses on {ranks} ranks and in plain torch agree")
+        parts = timeline.duration_s, timeline.communication_s(0), timeline.exposed_s(0)
+        print("a step: {:.4f} s, communication {:.4f} s, exposed {:.4f} s".format(*parts))
 
 
 if __name__ == "__main__":
@@ -115,5 +116,4 @@ if __name__ == "__main__":
     parser.add_argument("--ranks", type=int, default=2, help="CPU processes (torchrun says GPUs)")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--dtype", choices=ROUNDING, default="float32", help="of the activations")
-    args = parser.parse_args()
-    cp.run_on_ranks(train, args, ranks=args.ranks, timeout_s=3600)
+    cp.run_on_ranks(train, args := parser.parse_args(), ranks=args.ranks, timeout_s=3600)

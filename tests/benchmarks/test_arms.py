@@ -1,5 +1,6 @@
 """The arms of each benchmark on CPU ranks, at small sizes: all are right, and give rows."""
 
+import warnings
 from typing import Any
 
 import pytest
@@ -140,7 +141,8 @@ def steps_of(rank: int, ranks: int, which: str, planted: str) -> list[dict[str, 
         return made
 
     benchmark = Benchmark("steps", lambda _: [], arms, calls=0, rounds=2)
-    with by_reference():
+    with by_reference(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # the interpreter's own
         return measured(benchmark, Case("small", {}), Bench(world(), torch.device("cpu")))
 
 

@@ -41,6 +41,14 @@ def test_it_trains_as_plain_torch_does(
         assert float(ours) == pytest.approx(float(plain), rel=off)
     assert float(losses[-1][1]) < learnt * float(losses[0][1]), "it has learnt nothing"
     assert f"the losses on {ranks} ranks and in plain torch agree" in said
+    if name != LLAMA:
+        number = r"(\d+\.\d{4}) s"
+        parts = re.search(
+            f"^a step: {number}, communication {number}, exposed {number}$", said, re.M
+        )
+        assert parts, said
+        whole, communication, exposed = map(float, parts.groups())
+        assert whole > 0 and whole >= communication >= exposed
 
 
 def trained(rank: int, world_size: int, name: str, options: dict[str, Any]) -> str:
