@@ -4,10 +4,11 @@ The arms of decode.py, with every plan that "auto" weighs; and the forward with 
 is two matmuls without communication, ours and the libraries'. The shapes that tell most come first.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import product
+from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
@@ -19,9 +20,10 @@ import counterpoint as cp
 from benchmarks import decode
 from benchmarks.choice import candidates
 from benchmarks.declare import Arms, Bench, Benchmark, Case, Section
-from benchmarks.decode import TORCH, over_torch, pick
+from benchmarks.decode import ALONE, TORCH, over_torch, pick
 from benchmarks.epilogue import MODELS as LLAMA
 from benchmarks.epilogue import SHARES
+from benchmarks.pictures import bars, place
 from benchmarks.rows import Row, Timed, taken
 from benchmarks.tables import Column, arm, both_modes, by_machine, ms, sizes, table, torch_note
 from counterpoint.measure.timing import relative_error
@@ -130,6 +132,14 @@ RATIOS: dict[str, Callable[[Timed], float]] = {
 }  # fmt: skip
 
 
+def ordered(rows: list[Row]) -> tuple[list[Timed], list[str]]:
+    """The shapes by width, model and rows; and the widths."""
+    found = taken(rows, "m", "n", "k")
+    widths = sorted({c.head["width"] for c in found}, reverse=True)
+    found.sort(key=lambda c: (widths.index(c.head["width"]), c.head["layer"], c.head["m"]))
+    return found, widths
+
+
 def means(width: str, some: list[Timed]) -> str:
     """What the shapes of one width say together."""
     texts: list[str] = []
@@ -141,8 +151,7 @@ def means(width: str, some: list[Timed]) -> str:
 
 def prefill_table(rows: list[Row]) -> str:
     """Every shape by width and model, and the means of each width."""
-    found = taken(rows, "m", "n", "k")
-    widths = sorted({c.head["width"] for c in found}, reverse=True)
+    found, widths = ordered(rows)
     by = {width: [c for c in found if c.head["width"] == width] for width in widths}
     note = (
         "Milliseconds a call, in a graph with weights in rotation, all arms of a shape in one "
@@ -150,9 +159,29 @@ def prefill_table(rows: list[Row]) -> str:
         f"gradients of x and of w. {torch_note(found, *TORCH)}"
     )
     several = [means(width, some) for width, some in by.items() if width]
-    ordered = sorted(found, key=lambda c: (widths.index(c.head["width"]), c.head["layer"],
-                                           c.head["m"]))  # fmt: skip
-    return table(COLUMNS, ordered, " ".join([note, *several]))
+    return table(COLUMNS, found, " ".join([note, *several]))
+
+
+def pictures(found: Mapping[int, list[Row]], images: Path) -> None:
+    """Serial, torch's all-reduces and ours at every shape, of the most GPUs."""
+    rows = next(iter(found.values()))
+    shapes, _ = ordered(rows)
+    bars(
+        {
+            f"{c.head['layer']}, {c.head['m']} tokens": {
+                "serial": c.s("serial"),
+                "torch's all-reduce after the matmul": c.s("auto") * over_torch(c),
+                "counterpoint": c.s("auto"),
+                ALONE: c.s("matmul"),
+            }
+            for c in shapes
+        },
+        images / "prefill.svg",
+        title=f"Prefill: matmul + all-reduce, {geometric_mean(map(over, shapes)):.2f}x over "
+              "serial in the mean",
+        source=f"{place(rows)}; serial is cuBLAS + NCCL",
+        mark=ALONE,
+    )  # fmt: skip
 
 
 PREFILL = Benchmark(
@@ -162,4 +191,5 @@ PREFILL = Benchmark(
     sections=(
         Section("docs/results/tensor_parallel.md", "prefill", by_machine(prefill_table)),
     ),
+    pictures=pictures,
 )  # fmt: skip
