@@ -256,11 +256,14 @@ class Problem:
             refuse("splits", "empty: with scales there is one weight")
         if self.invariant:
             refuse("scales", "left out of batch-invariant plans")
-        # as tensor cores take them; of a gated activation N is that of two weights
-        columns = 32 if self.gated else 16
-        for name, of in (("n", columns), ("k", SCALE_BLOCK if self.scales == "block" else 16)):
-            if getattr(self, name) % of:
-                refuse(name, f"a multiple of {of} with {self.scales} scales")
+        # as tensor cores take them
+        weights = 2 if self.gated else 1
+        if self.n % (16 * weights):
+            want = f"a multiple of 16 with {self.scales} scales"
+            refuse("n", f"{want}, of gate and of up" if self.gated else want)
+        block = SCALE_BLOCK if self.scales == "block" else 16
+        if self.k % block:
+            refuse("k", f"a multiple of {block} with {self.scales} scales")
 
     def _rows(self) -> tuple[int, ...]:
         rows = self.rows

@@ -101,6 +101,21 @@ def test_kernels_have_the_same_bits_at_any_place(rank: int, ranks: int, layer: b
     return found
 
 
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+def test_a_long_row_has_the_same_bits_by_itself(kind: Any) -> None:
+    """Torch sums a single long row by several threads."""
+    before, draw = torch.get_num_threads(), torch.Generator().manual_seed(0)
+    x, weight = torch.randn(6, 65_536, generator=draw), torch.randn(65_536, generator=draw)
+    torch.set_num_threads(2)
+    try:
+        whole, *alone = (
+            by_torch(Norm(kind, EPS), {"x": rows, "weight": weight})[0] for rows in (x, *x.split(1))
+        )
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(torch.cat(alone), whole)
+
+
 @on_ranks(4)
 def test_without_the_mode_bits_depend_on_the_plan(rank: int, ranks: int) -> None:
     """Else the tests above would show nothing."""

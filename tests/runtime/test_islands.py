@@ -15,7 +15,7 @@ from rank_bodies import Case, world
 from torch import Tensor
 
 import counterpoint as cp
-from counterpoint.adapters.explain import Explained
+from counterpoint.adapters.explain import Explained, _plans
 from counterpoint.choose.known import Knowledge, save_machine
 from counterpoint.errors import InputError, PeerTimeoutError, UnsupportedError
 from counterpoint.machine import LinkSpec
@@ -258,9 +258,15 @@ def test_what_is_serial_as_no_nic_is_known_says_what_to_run(rank: int, world_siz
                 workspace.knowledge = Knowledge(replace(preset("h200-2"), nic=nic), {})
             cp.all_gather_matmul(x, w, plan=plan)
             (ran,) = one.plans
-            said = f"{why}`counterpoint characterize` on these ranks" if ran == "serial" else ""
-            assert bool(said) == (plan == "auto" and not known)
+            said = ""
+            if plan == "auto" and not known:
+                assert ran == "serial"
+                said = f"{why}`counterpoint characterize` on these ranks"
             assert str(one).endswith(f": all_gather_matmul, plan {ran}{said}")
+    with on_islands(rank, 2):  # which has no other plan between islands
+        cp.all_reduce_rms_norm(x.clone(), None, torch.ones(16))
+        (ran,) = (line for line in _plans() if "all_reduce_norm" in line)
+        assert "islands until" not in ran
     with pytest.raises(InputError, match=r"machine must be a machine with a nic.*characterize"):
         cp.choose(replace(problem, islands=2), "h200-2")
 

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import starmap
 from typing import Any
 
 from torch import fx, nn
@@ -55,20 +56,19 @@ class Explained:
     @property
     def plans(self) -> tuple[str, ...]:
         """The plans that the operators have run by; none before their first call."""
-        return tuple(
-            f"{spec} {WORD}" if own.invariant else spec
-            for problem in self.problems
-            for (name, _), workspace in workspaces.items() if name == self.group
-            for own, spec in workspace.plans if _is_for(own, problem)
-        )  # fmt: skip
+        return tuple(f"{spec} {WORD}" if own.invariant else spec for _, own, spec in self._ran())
+
+    def _ran(self) -> Iterator[tuple[Workspace, Problem, str]]:
+        for problem in self.problems:
+            for (name, _), workspace in workspaces.items():
+                for own, spec in workspace.plans if name == self.group else ():
+                    if _is_for(own, problem):
+                        yield workspace, own, spec
 
     @property
     def not_weighed(self) -> str:
         """Why the operators ran by the only plan that "auto" has there; "" where it has others."""
-        reasons = (_not_weighed(workspace, spec)
-                   for (name, _), workspace in workspaces.items() if name == self.group
-                   for spec in self.plans)  # fmt: skip
-        return next(filter(None, reasons), "")
+        return next(filter(None, starmap(_not_weighed, self._ran())), "")
 
     def __str__(self) -> str:
         phase = "backward" if self.backward else "forward"
@@ -128,18 +128,19 @@ def _is_for(own: Problem, problem: Problem) -> bool:
     return replace(own, invariant=False, bias=bias, islands=1) == problem
 
 
-def _not_weighed(workspace: Workspace, spec: str) -> str:
-    """See `not_weighed`, of a plan that has run; "" where it is one of several islands."""
-    if workspace.knowledge is None or spec.startswith("islands"):
+def _not_weighed(workspace: Workspace, own: Problem, spec: str) -> str:
+    """See `not_weighed`, of a plan that has run; "" where no other could have."""
+    others = own.operation.candidates(own)
+    if workspace.knowledge is None or spec.startswith("islands") or len(others) < 2:
         return ""
-    return not_weighed(workspace.knowledge, workspace.islands.number)
+    return not_weighed(workspace.knowledge, own)
 
 
 def _plans() -> Iterator[str]:
     """What has run in this process."""
     for (name, _), workspace in workspaces.items():
         for problem, spec in workspace.plans:
-            why = _not_weighed(workspace, spec)
+            why = _not_weighed(workspace, problem, spec)
             yield f"has run in group {name}: {problem}, plan {spec}{why and f'; {why}'}"
 
 

@@ -18,7 +18,7 @@ from counterpoint.machine_of import MachineLike, machine_of
 from counterpoint.model.slowest_rank import MAX_RANKS, slowest_rank
 from counterpoint.model.work import Work, works
 from counterpoint.plan.bind import BoundStep, Program, bind
-from counterpoint.plan.launches import batches, in_no_graph
+from counterpoint.plan.launches import HELD_BACK_S, batches, held_back, in_no_graph
 from counterpoint.plan.steps import Plan
 from counterpoint.ranges import instance
 from counterpoint.timeline import Span, Timeline
@@ -145,6 +145,9 @@ class _Rank:
         priced = works(program, machine, tiles)
         found = [measured.get(b.step.name, w) for b, w in zip(program.steps, priced, strict=True)]
         self.work_s = [work.seconds for work in found]
+        if not machine.device.one_at_a_time:
+            for i in range(len(program.steps)):
+                self.work_s[i] += HELD_BACK_S * held_back(program, i)
         self.beside_copy = [work.beside_copy for work in found]
         self.into = [_into(bound) for bound in program.steps]
         self.ended = [False] * len(program.steps)

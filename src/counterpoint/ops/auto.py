@@ -26,7 +26,7 @@ def choose_spec(problem: Problem, workspace: Workspace, tensors: Sequence[Tensor
     known = knowledge_of(workspace)
     if problem.ranks == 1 or refused_in(workspace):
         return "serial"
-    if not_weighed(known, problem.islands):
+    if not_weighed(known, problem):
         return problem.operation.untold(problem)
     tuned = known.tuned.get(problem_key(problem))
     if tuned is not None:
@@ -54,12 +54,13 @@ def choose_spec(problem: Problem, workspace: Workspace, tensors: Sequence[Tensor
     return spec if capturing else workspace.gather(spec)[0]
 
 
-def not_weighed(known: Knowledge, islands: int) -> str:
-    """Why "auto" weighs no plans of ranks on so many islands, and what to run; "" where it does."""
-    if islands == 1 or (known.machine is not None and known.machine.nic is not None):
+def not_weighed(known: Knowledge, problem: Problem) -> str:
+    """Why "auto" weighs no plans of ranks on several islands, and what to run; "" where it does."""
+    if problem.islands == 1 or (known.machine is not None and known.machine.nic is not None):
         return ""
     return (
-        f"auto weighs no other plan between {islands} islands until their NIC has been measured: "
+        f"auto weighs no other plan between {problem.islands} islands until their NIC has been "
+        "measured: "
         "run `counterpoint characterize` on these ranks"
     )
 

@@ -157,8 +157,15 @@ def by_torch(norm: Norm, given: Mapping[str, Tensor | None]) -> list[Tensor]:
 def _centred(norm: Norm, h: Tensor) -> tuple[Tensor, Tensor]:
     """h without its mean where it is a LayerNorm's, and what its rows are multiplied by."""
     if norm.kind == "layer":
-        h = h - h.mean(-1, keepdim=True)
-    return h, torch.rsqrt(h.square().mean(-1, keepdim=True) + norm.eps)
+        h = h - _means(h)
+    return h, torch.rsqrt(_means(h.square()) + norm.eps)
+
+
+def _means(h: Tensor) -> Tensor:
+    """Of each row; of one long row alone torch would sum parts in threads, in another order."""
+    rows = h.reshape(-1, h.shape[-1])
+    some = rows if len(rows) > 1 else rows.expand(2, -1).contiguous()
+    return some.mean(-1)[: len(rows)].view(*h.shape[:-1], 1)
 
 
 def gradients(

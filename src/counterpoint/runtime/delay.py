@@ -13,10 +13,6 @@ import torch
 
 from counterpoint.kernels.delay import delay_kernel
 
-# of a matmul launched behind an exchange between islands, whose words and stream changes come
-# before NCCL's kernel; without it the matmul was first every time (2xH100, 2026-11)
-BEHIND_EXCHANGE_S = 30e-6
-
 
 class Delay:
     """A wait of fixed length on a stream. Compiled here, so that it may be captured."""

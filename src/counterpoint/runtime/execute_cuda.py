@@ -15,7 +15,7 @@ from torch.profiler import record_function
 from counterpoint.errors import UnsupportedError
 from counterpoint.plan.attended import ATTENTION
 from counterpoint.plan.bind import BoundStep, Program
-from counterpoint.plan.launches import batches, held_back, in_no_graph
+from counterpoint.plan.launches import HELD_BACK_S, batches, held_back, in_no_graph
 from counterpoint.runtime import (
     attention,
     compute,
@@ -26,7 +26,6 @@ from counterpoint.runtime import (
     routed,
 )
 from counterpoint.runtime.compute import Action, Calls
-from counterpoint.runtime.delay import BEHIND_EXCHANGE_S
 from counterpoint.runtime.lanes_cuda import CudaLanes, awaited_by, lanes_of, profiling
 from counterpoint.runtime.launch import Site, fused_action
 from counterpoint.runtime.wire import wire_of
@@ -218,7 +217,7 @@ class _CudaStep:
             on_lane = torch.cuda.stream(stream) if self.stream else nullcontext()
             with mark(self.mark), on_lane:
                 if self.delay:
-                    self.delay(BEHIND_EXCHANGE_S)
+                    self.delay(HELD_BACK_S)
                 for action in self.actions:
                     action(operands)
         if self.after:

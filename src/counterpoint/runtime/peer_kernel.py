@@ -213,7 +213,8 @@ class PeerKernel:
         launch = self._launches.get(kind)
         if launch is None:
             self._check(work, arguments)
-        workspace.board.note_op(f"{OP} {self.name} of {work} items")
+        what = "programs" if grid.each else "items"
+        workspace.board.note_op(f"{OP} {self.name} of {work} {what}")
         if launch is None:
             launch = self._launches[kind] = self._compiled(grid, arguments)
         tensors = [value for value in arguments.values() if isinstance(value, Tensor)]
