@@ -237,6 +237,25 @@ def test_steps_are_held_against_torchs_layer_and_the_fastest_unfused_way_in_each
     )
 
 
+@pytest.mark.parametrize("without", [256, 4096])
+def test_a_way_that_one_size_lacks_has_a_column_and_a_speedup_says_whose_it_is(without: int):
+    """A graph may be refused at the first size of a table, or at a later one."""
+    times = {"torch, counts": 4.0, "default": 2.0, "fused": 1.0}
+    arms = {f"forward, by {way}": ms for way, ms in times.items()}
+    arms |= {"matmuls, by forward": 1.5, "exchanges, by forward": 0.5}
+    rows = [HEAD | {"model": "Qwen3-235B", "size": size, "case": f"{size}", "mode": "graph",
+                    "arm": arm, "median_s": ms * 1e-3}
+            for size in (256, 4096) for arm, ms in arms.items()
+            if size != without or "default" not in arm]  # fmt: skip
+    text = steps.section({2: rows})
+    has, lacks = (line for line in text.splitlines() if "| 4.000" in line)
+    if without == 256:
+        has, lacks = lacks, has
+    assert has.endswith("| **2.000** | **1.000** | - | 2.00x | 400% |")
+    assert lacks.endswith("| - | **1.000** | - | 4.00x fused | 600% |")
+    assert "default over the fastest unfused 2.00x (least 2.00x)" in text
+
+
 def test_sections_are_filled_and_those_without_rows_stay(tmp_path: Path):
     page = tmp_path / "page.md"
     page.write_text(
