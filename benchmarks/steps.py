@@ -122,7 +122,7 @@ def steps_of(rows: Sequence[Row]) -> list[Step]:
     """Their steps, in the order of the rows; of each size in graphs first."""
     return [
         Step(case, what, mode)
-        for case in taken(rows, "model", "size", "named")
+        for case in taken(rows, "case")
         for mode in ("graph", "eager") if mode in case.modes
         for what in ("tables", "forward", BOTH, STEP, IN_BACKWARD)
         if f"{what}, by fused" in case.modes[mode]

@@ -237,6 +237,20 @@ def test_steps_are_held_against_torchs_layer_and_the_fastest_unfused_way_in_each
     )
 
 
+def test_a_dlrm_measured_again_replaces_its_rows_of_before_its_indices_had_names():
+    head = HEAD | {"model": "DLRM-DCNv2", "size": 16384, "mode": "eager"}
+    arms = {"pooling, by fused": 3.0, "exchange": 1.0, "forward, by torch": 6.0,
+            "forward, by fused": 2.0}  # fmt: skip
+    named = {"": {}, "new": {"named": "uniform"}, "Zipf": {"named": "zipf"}}
+    rows = [head | facts | {"case": f"DLRM{', Zipf' * (name == 'Zipf')}", "arm": arm,
+                            "median_s": s * (2 if not name else 1)}
+            for name, facts in named.items() for arm, s in arms.items()]  # fmt: skip
+    found = steps.steps_of(rows)
+    assert [s.label for s in found] == ["DLRM-DCNv2, 16384, forward",
+                                        "DLRM-DCNv2, 16384, Zipf, forward"]  # fmt: skip
+    assert [s.seconds["fused"] for s in found] == [2.0, 2.0]
+
+
 @pytest.mark.parametrize("without", [256, 4096])
 def test_a_way_that_one_size_lacks_has_a_column_and_a_speedup_says_whose_it_is(without: int):
     """A graph may be refused at the first size of a table, or at a later one."""
