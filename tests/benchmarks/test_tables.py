@@ -124,6 +124,12 @@ def test_norms_are_compared_with_the_best_of_the_others_that_are_there():
     assert lines[3].endswith("| 30.0 | - | 21.0 | 20.0 | **20.0** | - | **2.00** | **1.50** |")
     assert "NCCL / auto 2.00 (least 2.00), best other / auto 1.37 (least 1.25)" in text
     assert "Batch-invariant auto takes 1.10x the time of auto" in text
+    alone = [row for row in rows if row["m"] == 1 or row["arm"] not in norms.OTHERS]
+    text = norms.norms_table(alone)
+    assert text.splitlines()[3].endswith("| - | - | 21.0 | 20.0 | **20.0** | - | **2.00** | - |")
+    assert "best other / auto 1.25 (least 1.25)" in text
+    without = norms.norms_table([row for row in alone if row["m"] == 512])
+    assert "NCCL / auto 2.00 (least 2.00). Batch" in without
 
 
 def test_code_of_others_is_from_a_folder_that_may_not_be_there(
