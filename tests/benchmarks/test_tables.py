@@ -1,5 +1,6 @@
 """The one writer: sections of pages, columns, and what committed rows say."""
 
+import json
 from importlib import invalidate_caches
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,7 +32,7 @@ from benchmarks import (
 )
 from benchmarks.declare import Benchmark, Section
 from benchmarks.options import NAMES
-from benchmarks.rows import Row, one_form, results, rows_of, taken
+from benchmarks.rows import Row, kind_of, one_form, results, rows_of, taken
 from benchmarks.runner import declared
 from benchmarks.tables import (
     ROOT,
@@ -50,6 +51,7 @@ from benchmarks.tables import (
     variables,
     write,
 )
+from counterpoint.errors import InputError
 
 HEAD: Row = {"ranks": 2, "gpu": "H200", "driver": "1", "torch": "2", "triton": "3", "nccl": "4",
              "multicast": False, "date": "2026-11-22", "commit": "abc"}  # fmt: skip
@@ -341,6 +343,24 @@ def test_older_rows_are_put_into_one_form(tmp_path: Path):
     (tmp_path / "decode-4x-h100.jsonl").write_text('{"arm": "a", "ranks": 1}\n')
     assert list(results("decode", tmp_path)) == [8, 2]
     assert list(results("decode", tmp_path, "h100")) == [4]
+
+
+@pytest.mark.parametrize(("gpu", "kind"), [
+    ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H100 PCIe", "h100"), ("NVIDIA H200", "h200"),
+    ("NVIDIA A100-SXM4-80GB", "a100"), ("NVIDIA B200", "b200"),
+    ("NVIDIA GeForce RTX 4090", "geforce-rtx-4090"), ("AMD Instinct MI300X", "amd-instinct-mi300x"),
+])  # fmt: skip
+def test_files_of_rows_are_found_by_what_they_call_a_gpu(tmp_path: Path, gpu: str, kind: str):
+    assert kind_of(gpu) == kind
+    (tmp_path / f"decode-4x-{kind}.jsonl").write_text(json.dumps(HEAD | {"gpu": gpu}) + "\n")
+    assert list(results("decode", tmp_path, kind)) == [4]
+
+
+def test_rows_of_different_gpus_are_never_in_one_table(tmp_path: Path):
+    lines = [json.dumps(HEAD | {"gpu": f"NVIDIA H100 {of}"}) for of in ("NVL", "PCIe")]
+    (tmp_path / "decode-4x-h100.jsonl").write_text("\n".join(lines))
+    with pytest.raises(InputError, match="rows of one GPU, got NVIDIA H100 NVL, NVIDIA H100 PCIe"):
+        results("decode", tmp_path, "h100")
 
 
 def test_every_marker_is_one_of_a_page_and_has_one_writer():
