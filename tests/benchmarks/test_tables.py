@@ -52,6 +52,7 @@ from benchmarks.tables import (
     write,
 )
 from counterpoint.errors import InputError
+from counterpoint.machine_of import shipped
 
 HEAD: Row = {"ranks": 2, "gpu": "H200", "driver": "1", "torch": "2", "triton": "3", "nccl": "4",
              "multicast": False, "date": "2026-11-22", "commit": "abc"}  # fmt: skip
@@ -209,15 +210,24 @@ def test_experts_by_routes_are_held_against_the_grouped_matmul():
 
 def test_few_tokens_are_held_against_the_faster_of_torchs_and_against_reading_weights():
     (case, *_) = decode_experts.cases(2)
+    h200, h100 = shipped("NVIDIA H200", 2), shipped("NVIDIA H100 80GB HBM3", 2)
+    assert h200 is not None and h100 is not None
     times = {"torch, counts": 900, "torch, gathered": 700, "default": 500, "max_rows": 450}
-    head = HEAD | dict(case.facts) | {"weight_bytes": 1_720_000_000}
+    head = HEAD | dict(case.facts) | {"gpu": "NVIDIA H200"}
+    head["weight_bytes"] = 400e-6 * h200.costs.hbm_bytes_per_s
     rows = [head | {"arm": arm, "mode": "graph", "median_s": t * 1e-6} for arm, t in times.items()]
     text = decode_experts.table(rows)
     assert (
         "| DeepSeek-V3, 1 | 700.0 torch, gathered | **500.0** | **450.0** | 400.0 | 1.40x | 1.25 |"
         in text
     )
-    assert "1.40x in the mean" in text
+    assert "1.40x in the mean" in text and "the rate of this GPU, 4.2 TB/s" in text
+    ratio = h100.costs.hbm_bytes_per_s / h200.costs.hbm_bytes_per_s
+    text = decode_experts.table([row | {"gpu": "NVIDIA H100 80GB HBM3"} for row in rows])
+    assert f"| {400 / ratio:.1f} | 1.40x | {1.25 * ratio:.2f} |" in text
+    assert "the rate of this GPU, 3.0 TB/s" in text
+    with pytest.raises(InputError, match="whose memory's rate is known, got 'other'"):
+        decode_experts.table([row | {"gpu": "other"} for row in rows])
 
 
 def test_steps_are_held_against_torchs_layer_and_the_fastest_unfused_way_in_each_mode():
