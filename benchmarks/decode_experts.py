@@ -3,8 +3,8 @@
 Ours with default arguments and with max_rows, and two ways of the libraries that a graph can hold:
 all_to_all_single with split sizes that the host knew before ("torch, counts"), and a gather of all
 tokens whose sums are reduce-scattered ("torch, gathered"). "Weights once" is the time to read the
-weights of all experts that some token names, on the rank that has most of them, at
-`experts.HBM_BYTES_PER_S`."""
+weights of all experts that some token names, on the rank that has most of them, at the rate of the
+memory of the rows' GPU."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -15,12 +15,14 @@ from torch import Tensor
 
 from benchmarks.declare import Arms, Bench, Benchmark, Case, Section
 from benchmarks.expert_tensors import MODELS, Model
-from benchmarks.experts import HBM_BYTES_PER_S
 from benchmarks.experts_in_torch import Batch, batch_of, in_torch, own_of, swiglu_mlp
 from benchmarks.rows import Row, Timed, taken
 from benchmarks.steps_experts import Way, by_torch, forward, ours, weights_of
 from benchmarks.tables import by_machine, measured, us
+from counterpoint.errors import InputError
+from counterpoint.machine_of import shipped
 from counterpoint.measure.timing import relative_error
+from counterpoint.presets import preset_of
 
 TOKENS = (1, 8, 64, 128)  # of a rank
 SETS = 8  # of tokens in rotation
@@ -88,12 +90,27 @@ def arms(case: Case, bench: Bench, dtype: torch.dtype = torch.bfloat16) -> Arms:
 # ---- what is said of the rows
 
 
+def hbm_bytes_per_s(row: Row) -> float:
+    """The rate at which a kernel reads the memory of the row's GPU: as measured, else of its
+    preset.
+
+    Raises:
+        InputError: nothing is known of this GPU.
+    """
+    gpu, ranks = row["gpu"], row["ranks"]
+    machine = shipped(gpu, ranks) or preset_of(gpu, ranks)
+    if machine is None:
+        want = "a GPU whose memory's rate is known"
+        raise InputError("decode_experts", "gpu", want=want, got=repr(gpu))
+    return machine.costs.hbm_bytes_per_s
+
+
 class Few:
     """One case: times of a graph, and their ratios."""
 
     def __init__(self, case: Timed) -> None:
         self.case, self.theirs = case, case.fastest(THEIRS)
-        self.weights_s = case.head["weight_bytes"] / HBM_BYTES_PER_S
+        self.weights_s = case.head["weight_bytes"] / hbm_bytes_per_s(case.head)
         self.speedup = case.s(self.theirs) / case.s("default")
         self.over_weights = case.s("default") / self.weights_s
 
@@ -116,8 +133,8 @@ def table(rows: list[Row]) -> str:
         f"Microseconds of a whole layer, forward, CUDA graphs, one rotation a case. *{COUNTED}* is "
         f"an all-to-all with split sizes that the host knew before. *{GATHERED}* gathers all "
         f"tokens and reduce-scatters their sums. *Speedup* is of the default over the faster of "
-        f"the two, {mean:.2f}x in the mean. *Weights once* is calculated, at "
-        f"{HBM_BYTES_PER_S / 1e12:.1f} TB/s."
+        f"the two, {mean:.2f}x in the mean. *Weights once* is calculated, "
+        f"at the rate of this GPU, {hbm_bytes_per_s(rows[0]) / 1e12:.1f} TB/s."
     )
     return measured(head, lines, note)
 

@@ -33,9 +33,10 @@ def arms(case: Case, bench: Bench) -> Arms:
     plain = [bench.normal(n, k) for _ in range(bench.sets(n * k))]
     weights, shard = [by_columns(w) for w in plain], m // bench.ranks
     x = bench.normal(shard if gathers else m, k)
-    cast: Callable[[Tensor], cp.Scaled] = (
-        torch.compile(quantised, dynamic=False) if bench.on_gpu else quantised
-    )
+    cast: Callable[[Tensor], cp.Scaled] = quantised
+    if bench.on_gpu:
+        torch.compiler.reset()  # a compiled function is for one shape
+        cast = torch.compile(quantised, dynamic=False)
     rows, scales = quantised(x)
     if gathers:
         rows, scales = rows.new_zeros(m, k), scales.new_zeros(m, 1)

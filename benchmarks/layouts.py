@@ -19,8 +19,9 @@ KNOWN: dict[str, tuple[Counts, Counts]] = {
 OPS = {"dispatch": "all_to_all_matmul", "combine": "matmul_all_to_all"}
 NOTE = (
     "Predicted speedup of routes, where a token goes once to each rank, over counts, where a row "
-    "goes to each expert: on 2, 4 and 8 H200s, at 256 and 4096 tokens of a rank. Above 1.00x take "
-    "routes. Only combine by routes has the sums of tokens in it."
+    "goes to each expert: on 2, 4 and 8 H200s, at 256 and 4096 tokens of a rank. Above 1.00x, use "
+    "routes. For combine, the time of routes includes the weighted sum of the rows of each token. "
+    "The time of counts does not include it."
 )
 
 

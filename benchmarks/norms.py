@@ -124,8 +124,14 @@ def _kraken(x: Tensor, residual: Tensor, weight: Tensor, bench: Bench) -> Call |
 
 
 def over_others(case: Timed) -> float:
-    """The best of the others that there are over auto."""
-    return case.s(case.fastest(OTHERS)) / case.s("auto")
+    """The best of the others that there are over auto; NaN where there is none."""
+    theirs = (case.s(arm) for arm in OTHERS if arm in case)
+    return min(theirs, default=torch.nan) / case.s("auto")
+
+
+def _over_others(case: Timed) -> str:
+    over = over_others(case)
+    return f"**{over:.2f}**" if over == over else "-"
 
 
 TABLE = (
@@ -133,7 +139,7 @@ TABLE = (
     arm(TORCH, head="torch one-shot + norm"), arm(KRAKEN), arm("direct"), arm("fused"),
     arm("auto", bold=True), Column("its plan", lambda c: c.main["auto"].get("pick", "-")),
     Column("NCCL / auto", lambda c: f"**{c.s('serial') / c.s('auto'):.2f}**"),
-    Column("best other / auto", lambda c: f"**{over_others(c):.2f}**"),
+    Column("best other / auto", _over_others),
 )  # fmt: skip
 
 
@@ -143,7 +149,8 @@ def norms_table(rows: list[Row]) -> str:
     means: list[str] = []
     for name, each in (("NCCL", [c.s("serial") / c.s("auto") for c in found]),
                        ("best other", [over_others(c) for c in found])):  # fmt: skip
-        means.append(f"{name} / auto {geometric_mean(each):.2f} (least {min(each):.2f})")
+        if some := [ratio for ratio in each if ratio == ratio]:
+            means.append(f"{name} / auto {geometric_mean(some):.2f} (least {min(some):.2f})")
     note = f"Microseconds a call, in a graph. Geometric means: {', '.join(means)}."
     note += price_note(found)
     return table(TABLE, found, note)

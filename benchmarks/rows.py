@@ -107,8 +107,11 @@ def taken(rows: Sequence[Row], *keys: str) -> list[Timed]:
 
 
 def kind_of(gpu: str) -> str:
-    """What files of rows call a GPU: "NVIDIA H100 80GB HBM3" -> "h100"."""
-    return gpu.removeprefix("NVIDIA ").split()[0].partition("-")[0].lower()
+    """What files of rows call a GPU: "NVIDIA H100 80GB HBM3" -> "h100", "NVIDIA GeForce RTX 4090"
+    -> "geforce-rtx-4090"."""
+    short = re.match(r"NVIDIA ([A-Z]+\d+[A-Z]*)\b", gpu)
+    name = short[1] if short else gpu.removeprefix("NVIDIA ")
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 def results(name: str, folder: Path = RESULTS, gpu: str = "") -> dict[int, list[Row]]:
@@ -119,13 +122,28 @@ def results(name: str, folder: Path = RESULTS, gpu: str = "") -> dict[int, list[
         folder: of the files.
         gpu: as `kind_of` says it, since rows of different GPUs are never in one table; "": the
             first of KINDS that has rows.
+
+    Raises:
+        InputError: a file has rows of more than one GPU, such as an H100 PCIe and an H100 NVL.
     """
     if not gpu:
         return next((found for kind in KINDS if (found := results(name, folder, kind))), {})
-    files = {int(p.name.split("-")[-2][:-1]): p for old in (*OLDER.get(name, ()), name)
-             for p in folder.glob(f"{old.replace('_', '-')}-[0-9]*x-{gpu}.jsonl")}  # fmt: skip
-    found = {ranks: one_form(rows_of(files[ranks])) for ranks in sorted(files, reverse=True)}
-    return {ranks: rows for ranks, rows in found.items() if rows}
+    end = f"x-{gpu}.jsonl"
+    files = {
+        int(path.name.removesuffix(end).rpartition("-")[2]): path
+        for old in (*OLDER.get(name, ()), name)
+        for path in folder.glob(f"{old.replace('_', '-')}-[0-9]*{end}")
+    }
+    found: dict[int, list[Row]] = {}
+    for ranks in sorted(files, reverse=True):
+        rows = rows_of(files[ranks])
+        gpus = sorted({row["gpu"] for row in rows if "gpu" in row})
+        if len(gpus) > 1:
+            raise InputError("results", str(files[ranks]), want="rows of one GPU",
+                             got=", ".join(gpus))  # fmt: skip
+        if rows:
+            found[ranks] = one_form(rows)
+    return found
 
 
 KINDS = ("h200", "h100")

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from benchmarks import blocks, experts, pictures
 from benchmarks.pictures import Point
-from benchmarks.rows import Row, results
+from benchmarks.rows import Row, results, taken
 from benchmarks.scale_dlrm import dlrm_s, dlrm_step
 from benchmarks.steps_experts import BOTH
 from benchmarks.tables import grid, measured, ms
@@ -59,8 +59,8 @@ def own_steps(machine: Machine | None = None) -> list[Own]:
     of: dict[str, Callable[[Row, Machine], Iterator[Own]]] = {
         "compile": _layers, "training": _mlp, "steps": _whole,
     }  # fmt: skip
-    return [own for name, read in of.items() for row in results(name)[RANKS]
-            for own in read(row, where)]  # fmt: skip
+    return [own for name, read in of.items() for case in taken(results(name)[RANKS], "case")
+            for row in case.rows for own in read(row, where)]  # fmt: skip
 
 
 def _layers(row: Row, machine: Machine) -> Iterator[Own]:

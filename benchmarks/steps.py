@@ -114,19 +114,24 @@ class Step:
         return min((w for w in ways if w in self.seconds), key=self.seconds.__getitem__, default="")
 
     def over(self, way: str, ours: str = "") -> float:
-        """Time of a way over that of ours; NaN where there is none."""
-        return self.seconds.get(way, torch.nan) / self.seconds[ours or self.ours]
+        """Time of a way over that of ours; NaN where one of them is missing."""
+        return self.seconds.get(way, torch.nan) / self.seconds.get(ours or self.ours, torch.nan)
 
 
 def steps_of(rows: Sequence[Row]) -> list[Step]:
     """Their steps, in the order of the rows; of each size in graphs first."""
     return [
         Step(case, what, mode)
-        for case in taken(rows, "model", "size", "named")
+        for case in taken(rows, "case")
         for mode in ("graph", "eager") if mode in case.modes
         for what in ("tables", "forward", BOTH, STEP, IN_BACKWARD)
         if f"{what}, by fused" in case.modes[mode]
     ]  # fmt: skip
+
+
+def _ours(steps: Sequence[Step]) -> list[str]:
+    """The ways of ours that any of these steps of one kind has, in the order of columns."""
+    return [way for way in OURS[steps[0].kind] if any(way in s.seconds for s in steps)]
 
 
 def _mean(ratios: Iterable[float]) -> str:
@@ -138,7 +143,7 @@ def _mean(ratios: Iterable[float]) -> str:
 def _said(steps: Sequence[Step]) -> str:
     """Means over steps of one kind."""
     texts: list[str] = []
-    for ours in (way for way in OURS[steps[0].kind] if way in steps[0].seconds):
+    for ours in _ours(steps):
         theirs = (("torch", [s.over(s.torch, ours) for s in steps]),
                   ("the fastest unfused", [s.over(s.fastest, ours) for s in steps]))  # fmt: skip
         texts += [f"{ours} over {name} {_mean(each)}" for name, each in theirs]
@@ -147,19 +152,19 @@ def _said(steps: Sequence[Step]) -> str:
 
 def step_table(steps: Sequence[Step]) -> str:
     """Milliseconds of steps of one kind, in one mode."""
-    kind = steps[0].kind
-    ours = [way for way in OURS[kind] if way in steps[0].seconds]
-    what = "samples" if kind == "DLRM" else "tokens of a rank"
+    ours = _ours(steps)
+    what = "samples" if steps[0].kind == "DLRM" else "tokens of a rank"
     head = [f"model, {what}, step", "torch", "fastest unfused", *(f"**{way}**" for way in ours),
             "speedup over torch", "over the fastest", "saved / shorter part"]  # fmt: skip
     lines: list[tuple[list[str], list[Row]]] = []
     for s in steps:
         saved_s = s.seconds[s.fastest] - s.seconds[s.ours]
+        of = "" if s.ours == ours[0] else f" {s.ours}"
         lines.append(([
             s.label, ms(s.seconds[s.torch]) if s.torch else "-",
             f"{ms(s.seconds[s.fastest])} {s.fastest}",
-            *(f"**{ms(s.seconds[way])}**" for way in ours),
-            f"{s.over(s.torch):.2f}x" if s.torch else "-", f"{s.over(s.fastest):.2f}x",
+            *(f"**{ms(s.seconds[way])}**" if way in s.seconds else "-" for way in ours),
+            f"{s.over(s.torch):.2f}x{of}" if s.torch else "-", f"{s.over(s.fastest):.2f}x{of}",
             f"{saved_s / s.bound_s:.0%}",
         ], s.rows))  # fmt: skip
     texts = [_said([s for s in steps if s.what == what])

@@ -27,6 +27,7 @@ from torch import Tensor
 
 import counterpoint as cp
 from benchmarks import embedding, runner
+from benchmarks.choice import forget_tuned
 from benchmarks.declare import Arms, Bench, Benchmark, Call, Case, Section, all_gather
 from benchmarks.rows import Row, Timed, taken
 from benchmarks.tables import Column, measured, ms, of_most
@@ -123,6 +124,7 @@ def of_island(
 
 def inside(case: Case, bench: Bench) -> list[Row]:
     """The rows of a case, of ranks that are on their islands."""
+    forget_tuned(bench)  # these ranks are new processes
     found = runner.measured(replace(TWO_ISLANDS, arms=arms, rows=None), case, bench)
     release_all()
     return found

@@ -61,7 +61,7 @@ class Plain(nn.Module):
             dist.broadcast(bag.weight.data.copy_(own.data), owners[t])
 
     def forward(self, features: Tensor, indices: list[Tensor]) -> Tensor:
-        return self.dense(features, torch.cat([*map(nn.Module.__call__, self.bags, indices)], 1))
+        return self.dense(features, torch.cat([self.bags[t](i) for t, i in enumerate(indices)], 1))
 
 
 def batch_of(s: Sizes, seed: int, device: torch.device) -> tuple[Tensor, list[Tensor], Tensor]:

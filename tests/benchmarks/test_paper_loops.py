@@ -18,7 +18,7 @@ from benchmarks.declare import Bench, Benchmark, Case
 from benchmarks.loop import Pair
 from benchmarks.rows import Row
 from benchmarks.runner import declared, measured
-from counterpoint.errors import InputError
+from counterpoint.errors import CounterpointError, InputError
 from counterpoint.measure.timing import rotate
 from counterpoint.measure.trace import Activity
 from counterpoint.resources.controls import OFF, SEQUENTIAL, Controls
@@ -126,6 +126,25 @@ def graph_rows(rank: int, ranks: int) -> list[Row]:
         rows = measured(paper_resources.PAPER_RESOURCES, case, bench)
     assert searched == [(2,)], "the shapes that the sweep has found to be best"
     return rows
+
+
+@pytest.mark.parametrize("errors", [(1e-3, 3e-3), (8e-3, 1.2e-2), (2e-2, 1e-3)])
+def test_a_setting_off_by_more_than_twice_the_sequential_one_is_refused(
+    monkeypatch: pytest.MonkeyPatch, errors: tuple[float, ...]
+):
+    monkeypatch.setattr(paper_resources, "Eager", lambda _, controls: controls)
+    monkeypatch.setattr(paper_resources, "rotate", lambda calls, **_: {*calls})
+
+    def way(*found: float) -> paper_resources.Way:
+        of = dict(zip((SEQUENTIAL, OFF), found, strict=True))
+        made: Any = SimpleNamespace(pipeline=None, check=of.__getitem__)
+        cpu: Any = SimpleNamespace(on_gpu=False, group=None, device=None)
+        return paper_resources.Way(made, cpu)
+
+    some = (SEQUENTIAL, OFF)
+    assert way(1e-3, 2e-3).timed(some, 1) == {each.spec for each in some}
+    with pytest.raises(CounterpointError, match="against fp64"):
+        way(*errors).timed(some, 1)
 
 
 def test_rows_of_graphs(pool: RankPool):

@@ -1,5 +1,6 @@
 """The one writer: sections of pages, columns, and what committed rows say."""
 
+import json
 from importlib import invalidate_caches
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,7 +32,7 @@ from benchmarks import (
 )
 from benchmarks.declare import Benchmark, Section
 from benchmarks.options import NAMES
-from benchmarks.rows import Row, one_form, results, rows_of, taken
+from benchmarks.rows import Row, kind_of, one_form, results, rows_of, taken
 from benchmarks.runner import declared
 from benchmarks.tables import (
     ROOT,
@@ -50,6 +51,8 @@ from benchmarks.tables import (
     variables,
     write,
 )
+from counterpoint.errors import InputError
+from counterpoint.machine_of import shipped
 
 HEAD: Row = {"ranks": 2, "gpu": "H200", "driver": "1", "torch": "2", "triton": "3", "nccl": "4",
              "multicast": False, "date": "2026-11-22", "commit": "abc"}  # fmt: skip
@@ -124,6 +127,12 @@ def test_norms_are_compared_with_the_best_of_the_others_that_are_there():
     assert lines[3].endswith("| 30.0 | - | 21.0 | 20.0 | **20.0** | - | **2.00** | **1.50** |")
     assert "NCCL / auto 2.00 (least 2.00), best other / auto 1.37 (least 1.25)" in text
     assert "Batch-invariant auto takes 1.10x the time of auto" in text
+    alone = [row for row in rows if row["m"] == 1 or row["arm"] not in norms.OTHERS]
+    text = norms.norms_table(alone)
+    assert text.splitlines()[3].endswith("| - | - | 21.0 | 20.0 | **20.0** | - | **2.00** | - |")
+    assert "best other / auto 1.25 (least 1.25)" in text
+    without = norms.norms_table([row for row in alone if row["m"] == 512])
+    assert "NCCL / auto 2.00 (least 2.00). Batch" in without
 
 
 def test_code_of_others_is_from_a_folder_that_may_not_be_there(
@@ -201,15 +210,24 @@ def test_experts_by_routes_are_held_against_the_grouped_matmul():
 
 def test_few_tokens_are_held_against_the_faster_of_torchs_and_against_reading_weights():
     (case, *_) = decode_experts.cases(2)
+    h200, h100 = shipped("NVIDIA H200", 2), shipped("NVIDIA H100 80GB HBM3", 2)
+    assert h200 is not None and h100 is not None
     times = {"torch, counts": 900, "torch, gathered": 700, "default": 500, "max_rows": 450}
-    head = HEAD | dict(case.facts) | {"weight_bytes": 1_720_000_000}
+    head = HEAD | dict(case.facts) | {"gpu": "NVIDIA H200"}
+    head["weight_bytes"] = 400e-6 * h200.costs.hbm_bytes_per_s
     rows = [head | {"arm": arm, "mode": "graph", "median_s": t * 1e-6} for arm, t in times.items()]
     text = decode_experts.table(rows)
     assert (
         "| DeepSeek-V3, 1 | 700.0 torch, gathered | **500.0** | **450.0** | 400.0 | 1.40x | 1.25 |"
         in text
     )
-    assert "1.40x in the mean" in text
+    assert "1.40x in the mean" in text and "the rate of this GPU, 4.2 TB/s" in text
+    ratio = h100.costs.hbm_bytes_per_s / h200.costs.hbm_bytes_per_s
+    text = decode_experts.table([row | {"gpu": "NVIDIA H100 80GB HBM3"} for row in rows])
+    assert f"| {400 / ratio:.1f} | 1.40x | {1.25 * ratio:.2f} |" in text
+    assert "the rate of this GPU, 3.0 TB/s" in text
+    with pytest.raises(InputError, match="whose memory's rate is known, got 'other'"):
+        decode_experts.table([row | {"gpu": "other"} for row in rows])
 
 
 def test_steps_are_held_against_torchs_layer_and_the_fastest_unfused_way_in_each_mode():
@@ -235,6 +253,39 @@ def test_steps_are_held_against_torchs_layer_and_the_fastest_unfused_way_in_each
     assert lines[1].endswith(
         "| 5.000 | 4.000 torch, counts | **2.000** | **1.000** | 2.50x | 2.00x | 400% |"
     )
+
+
+def test_a_dlrm_measured_again_replaces_its_rows_of_before_its_indices_had_names():
+    head = HEAD | {"model": "DLRM-DCNv2", "size": 16384, "mode": "eager"}
+    arms = {"pooling, by fused": 3.0, "exchange": 1.0, "forward, by torch": 6.0,
+            "forward, by fused": 2.0}  # fmt: skip
+    named = {"": {}, "new": {"named": "uniform"}, "Zipf": {"named": "zipf"}}
+    rows = [head | facts | {"case": f"DLRM{', Zipf' * (name == 'Zipf')}", "arm": arm,
+                            "median_s": s * (2 if not name else 1)}
+            for name, facts in named.items() for arm, s in arms.items()]  # fmt: skip
+    found = steps.steps_of(rows)
+    assert [s.label for s in found] == ["DLRM-DCNv2, 16384, forward",
+                                        "DLRM-DCNv2, 16384, Zipf, forward"]  # fmt: skip
+    assert [s.seconds["fused"] for s in found] == [2.0, 2.0]
+
+
+@pytest.mark.parametrize("without", [256, 4096])
+def test_a_way_that_one_size_lacks_has_a_column_and_a_speedup_says_whose_it_is(without: int):
+    """A graph may be refused at the first size of a table, or at a later one."""
+    times = {"torch, counts": 4.0, "default": 2.0, "fused": 1.0}
+    arms = {f"forward, by {way}": ms for way, ms in times.items()}
+    arms |= {"matmuls, by forward": 1.5, "exchanges, by forward": 0.5}
+    rows = [HEAD | {"model": "Qwen3-235B", "size": size, "case": f"{size}", "mode": "graph",
+                    "arm": arm, "median_s": ms * 1e-3}
+            for size in (256, 4096) for arm, ms in arms.items()
+            if size != without or "default" not in arm]  # fmt: skip
+    text = steps.section({2: rows})
+    has, lacks = (line for line in text.splitlines() if "| 4.000" in line)
+    if without == 256:
+        has, lacks = lacks, has
+    assert has.endswith("| **2.000** | **1.000** | - | 2.00x | 400% |")
+    assert lacks.endswith("| - | **1.000** | - | 4.00x fused | 600% |")
+    assert "default over the fastest unfused 2.00x (least 2.00x)" in text
 
 
 def test_sections_are_filled_and_those_without_rows_stay(tmp_path: Path):
@@ -302,6 +353,24 @@ def test_older_rows_are_put_into_one_form(tmp_path: Path):
     (tmp_path / "decode-4x-h100.jsonl").write_text('{"arm": "a", "ranks": 1}\n')
     assert list(results("decode", tmp_path)) == [8, 2]
     assert list(results("decode", tmp_path, "h100")) == [4]
+
+
+@pytest.mark.parametrize(("gpu", "kind"), [
+    ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H100 PCIe", "h100"), ("NVIDIA H200", "h200"),
+    ("NVIDIA A100-SXM4-80GB", "a100"), ("NVIDIA B200", "b200"),
+    ("NVIDIA GeForce RTX 4090", "geforce-rtx-4090"), ("AMD Instinct MI300X", "amd-instinct-mi300x"),
+])  # fmt: skip
+def test_files_of_rows_are_found_by_what_they_call_a_gpu(tmp_path: Path, gpu: str, kind: str):
+    assert kind_of(gpu) == kind
+    (tmp_path / f"decode-4x-{kind}.jsonl").write_text(json.dumps(HEAD | {"gpu": gpu}) + "\n")
+    assert list(results("decode", tmp_path, kind)) == [4]
+
+
+def test_rows_of_different_gpus_are_never_in_one_table(tmp_path: Path):
+    lines = [json.dumps(HEAD | {"gpu": f"NVIDIA H100 {of}"}) for of in ("NVL", "PCIe")]
+    (tmp_path / "decode-4x-h100.jsonl").write_text("\n".join(lines))
+    with pytest.raises(InputError, match="rows of one GPU, got NVIDIA H100 NVL, NVIDIA H100 PCIe"):
+        results("decode", tmp_path, "h100")
 
 
 def test_every_marker_is_one_of_a_page_and_has_one_writer():

@@ -27,8 +27,11 @@ ARMS = {"compute", "exchange", "serial", "auto", *(f"chunks={n}" for n in two_is
 def inside(rank: int, ranks: int, op: str) -> list[dict[str, Any]]:
     """As a rank that is on its island, of a machine that is known."""
     with on_islands(rank, ranks // 2), by_reference():
-        workspace_of(world(), CPU).knowledge = Knowledge(preset("h200-2"), {})
-        return two_islands.inside(SMALL[op], Bench(world(), CPU, rounds=2))
+        workspace = workspace_of(world(), CPU)
+        workspace.knowledge = Knowledge(preset("h200-2"), {"tuned before": "serial"})
+        rows = two_islands.inside(SMALL[op], Bench(world(), CPU, rounds=2))
+        assert not workspace.knowledge.tuned
+        return rows
 
 
 @pytest.mark.parametrize("op", SMALL)
