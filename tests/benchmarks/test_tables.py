@@ -112,7 +112,7 @@ def test_fp8_is_compared_with_serial_torch_and_bf16_in_the_mode_that_is_said():
     )
     assert ("Geometric means of 10 shapes: serial / fp8 1.50 (least 1.50), torch / fp8 1.20 (least "
             "1.20), bf16 / fp8 1.40 (least 1.40).") in text  # fmt: skip
-    assert "each beside *fp8* in one rotation" in text
+    assert "measured beside *fp8* in one rotation" in text
 
 
 def test_norms_are_compared_with_the_best_of_the_others_that_are_there():
