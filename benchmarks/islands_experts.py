@@ -23,7 +23,7 @@ HIDDEN = 16
 LAYER = (512, 2048, 4, 4)  # tokens, features, and experts of a rank, and experts of a token
 # of routes that the device alone knows: their kernels are interpreted, which is slow, and want a
 # power of 2 of ranks
-DEVICE_ISLANDS, DEVICE_LAYER = ((2, 2),), (24, 2048, 1, 2)
+DEVICE_ISLANDS, DEVICE_LAYER = ((2, 2),), (24, 4096, 1, 2)
 
 
 class Layer:

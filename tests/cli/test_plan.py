@@ -192,7 +192,7 @@ def test_a_machine_that_was_measured(tmp_path: Path):
     text = " ".join(run(*GATHER, "--machine", str(path)).stdout.split())
     assert "on 2 ranks" in text
     assert "machine mine: measured on 2x NVIDIA H100 rates measured; a plan has to gain 3%" in text
-    guessed = " ".join(run(*GATHER, "--machine", "h100-2").stdout.split())
+    guessed = " ".join(run(*GATHER, "--machine", "b200-2").stdout.split())
     assert "rates derived from the datasheet; a plan has to gain 15%" in guessed
 
 
