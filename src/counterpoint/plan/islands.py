@@ -133,7 +133,7 @@ def gather(p: Problem, grid: Grid, buffers: tuple[Buffer, ...], matmuls: Matmuls
     copies = iter([step for step in given if step.kind == "copy"])
     # each exchange stands before the matmul that begins with it, and would leave it no SM
     steps = [*grid.opening(), next(exchanges)]
-    steps += matmuls("matmul_own", Region("x"), Region("y", ME, OWN), after=grid.opened)
+    steps += matmuls("matmul_own", Region("x"), Region("y", ME, OWN))
     steps += islice(copies, len(grid.near))
     for name, shards, chunk, after, waits in arrivals(grid, grid.opened):
         if name != "near":
