@@ -327,7 +327,7 @@ def test_what_an_activation_behind_scales_refuses(rank: int, ranks: int):
     cases: list[tuple[str, Any, dict[str, Any]]] = [
         ("w.scale must be of one shape, gate and up, got [(1, 48), (1, 1)]", (gate, block), {}),
         ("w must be of one shape, gate and up", (gate, odd), {}),
-        ("n must be a multiple of 32 with row scales, got 80", (odd, odd), {}),
+        ("n must be a multiple of 16 with row scales, of gate and of up, got 80", (odd, odd), {}),
         ("bias must be None with activation='silu_mul'", (gate, up),
          {"bias": torch.ones(48).bfloat16()}),
         ("scales must be left out of batch-invariant plans", (gate, up),
