@@ -143,7 +143,8 @@ def test_wrong_operands_are_refused(what: str, said: str):
     ("fields", "said"),
     [
         ({"activation": "swish"}, "activation must be one of '', relu, silu, gelu, gelu_tanh"),
-        ({"activation": "silu_mul", "scales": "row"}, "n must be a multiple of 16 with row scales, of gate and of up"),
+        ({"activation": "silu_mul", "scales": "row"},
+         "n must be a multiple of 16 with row scales, of gate and of up"),
         ({"activation": "gelu", "splits": (16, 32)}, "splits must be empty with gelu, got"),
         ({"activation": "silu_mul", "splits": (16, 32)},
          "splits must be two equal halves of N with silu_mul, got"),
