@@ -23,7 +23,7 @@ from benchmarks.declare import Arms, Bench, Benchmark, Case, Section
 from benchmarks.decode import ALONE, TORCH, over_torch, pick
 from benchmarks.epilogue import MODELS as LLAMA
 from benchmarks.epilogue import SHARES
-from benchmarks.pictures import bars, place
+from benchmarks.pictures import dots, place
 from benchmarks.rows import Row, Timed, taken
 from benchmarks.tables import Column, arm, both_modes, by_machine, ms, sizes, table, torch_note
 from counterpoint.measure.timing import relative_error
@@ -163,24 +163,27 @@ def prefill_table(rows: list[Row]) -> str:
 
 
 def pictures(found: Mapping[int, list[Row]], images: Path) -> None:
-    """Serial, torch's all-reduces and ours at every shape, of the most GPUs."""
+    """Ours and torch's over serial at every shape, a panel for each width, of the most GPUs."""
     rows = next(iter(found.values()))
-    shapes, _ = ordered(rows)
-    bars(
-        {
-            f"{c.head['layer']}, {c.head['m']} tokens": {
-                "serial": c.s("serial"),
-                "torch's all-reduce after the matmul": c.s("auto") * over_torch(c),
-                "counterpoint": c.s("auto"),
-                ALONE: c.s("matmul"),
-            }
-            for c in shapes
-        },
+    shapes, widths = ordered(rows)
+    panels: dict[str, dict[str, dict[str, float]]] = {width: {} for width in widths}
+    marks: dict[str, dict[str, float]] = {width: {} for width in widths}
+    for c in shapes:
+        width = c.head["width"]
+        label = f"{c.head['layer'].removesuffix(f' {width}')}, {c.head['m']} tokens"
+        panels[width][label] = {
+            "the better of torch's all-reduces": over(c) / over_torch(c),
+            "counterpoint": over(c),
+        }
+        marks[width][label] = c.s("serial") / c.s("matmul")
+    dots(
+        panels,
         images / "prefill.svg",
+        marks=marks,
+        mark=ALONE,
         title=f"Prefill: matmul + all-reduce, {geometric_mean(map(over, shapes)):.2f}x over "
               "serial in the mean",
         source=f"{place(rows)}; serial is cuBLAS + NCCL",
-        mark=ALONE,
     )  # fmt: skip
 
 
