@@ -116,6 +116,8 @@ class LinkSpec:
             link, an equal part of it; "pcie": like switch, through the host.
         copy_overhead_s: Cost of one copy-engine copy beside its bytes, on the GPU, 0 to 0.1.
         source: Where the numbers come from.
+        collective_bytes_per_s: What collectives of the library reach, where that was measured
+            apart, as of NICs; None: `bytes_per_s`.
 
     Raises:
         InputError: A number is out of its range, as it is where its unit has slipped, or the
@@ -128,6 +130,7 @@ class LinkSpec:
     topology: Topology = "switch"
     copy_overhead_s: float = 5.5e-6
     source: str = BY_HAND
+    collective_bytes_per_s: float | None = None
 
     def __post_init__(self) -> None:
         check(f"LinkSpec {self.name}", self)

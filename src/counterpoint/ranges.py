@@ -72,6 +72,7 @@ RANGES: Mapping[str, Range] = {
     "DeviceSpec.hbm_bytes": Range(1e9, 1e15, "pass bytes, not GB"),
     "DeviceSpec.l2_bytes": Range(2**19, 2**40, "pass bytes, not MiB"),
     "LinkSpec.bytes_per_s": Range(1e6, 1e15, "pass bytes/s, not GB/s"),
+    "LinkSpec.collective_bytes_per_s": Range(1e6, 1e15, "pass bytes/s, not GB/s"),
     # sockets between busy hosts take milliseconds; more is microseconds passed as seconds
     "LinkSpec.latency_s": SECONDS, "LinkSpec.copy_overhead_s": SECONDS,
     "Machine.num_devices": RANKS, "Machine.gemm_tile": Range(1, 2**12),

@@ -31,7 +31,7 @@ def test_ranks_of_two_islands_are_a_machine_with_a_nic(rank: int, world_size: in
     assert gather_object(machine, group) == [machine] * world_size
     asked = {row["question"] for row in rows}
     assert asked == {"matmul", "copy", "memory", "kernel", "barrier", "collective", "exchange",
-                     "beside"}  # fmt: skip
+                     "far gather", "beside"}  # fmt: skip
     problem = cp.Problem("all_gather_matmul", 1024, 64, 512, world_size, "float32", islands=2)
     assert cp.choose(problem, machine.to_json()).machine == machine
     plan = build(problem, "islands chunks=2", machine)

@@ -252,6 +252,7 @@ def test_rows_of_cpu_ranks_give_their_machine():
     ]
     for question, start_s, rate in (
         ("copy", 1e-5, 8e9), ("memory", 5e-6, 1e10), ("exchange", 2e-3, 25e6),
+        ("far gather", 1e-3, 35e6),
     ):  # fmt: skip
         rows += ({"question": question, "num_bytes": size, "seconds": start_s + size / rate}
                  for size in (MIB, 4 * MIB))  # fmt: skip
@@ -267,8 +268,8 @@ def test_rows_of_cpu_ranks_give_their_machine():
     costs, nic = found.costs, found.nic
     assert nic is not None
     got = (costs.gemm_flop_per_s, costs.kernel_s, costs.copy_bytes_per_s, costs.barrier_s,
-           costs.collective_bytes_per_s, nic.bytes_per_s, nic.latency_s,
+           costs.collective_bytes_per_s, nic.bytes_per_s, nic.latency_s, nic.collective_bytes_per_s,
            costs.matmul_beside_copy, costs.copy_beside_matmul)  # fmt: skip
-    assert got == pytest.approx((50e9, 1e-5, 8e9, 3e-4, 5e7, 25e6, 2e-3, 1.3, 1.1))
+    assert got == pytest.approx((50e9, 1e-5, 8e9, 3e-4, 5e7, 25e6, 2e-3, 35e6, 1.3, 1.1))
     assert costs.reduce_scatter_s > costs.all_gather_s == pytest.approx(1e-3)
     assert nic_of(rows[:2]) is None

@@ -8,6 +8,7 @@ import counterpoint as cp
 from counterpoint.model.estimate import SIDE_STARTS
 from counterpoint.plan.bind import bind
 from counterpoint.plan.launches import HELD_BACK_S, held_back
+from counterpoint.timeline import Span
 
 
 def launched(op: str, ranks: int, chunks: int) -> list[str]:
@@ -29,10 +30,10 @@ def test_an_exchange_of_a_gather_is_launched_before_the_matmul_that_begins_with_
     ]  # fmt: skip
 
 
-def test_on_islands_of_several_ranks_no_matmul_begins_with_an_exchange():
-    """The first exchange waits for a barrier; of rows of another island a later signal tells."""
+def test_on_islands_of_several_ranks_the_first_matmul_begins_with_an_exchange():
+    """That waits for the opening barrier alone; of rows of another island a later signal tells."""
     assert launched("all_gather_matmul", 4, 2) == [
-        "give_1_0", "matmul_own", "matmul_near", "give_1_1", "matmul_far_1_0", "matmul_far_1_1",
+        "give_1_0", "matmul_own+", "matmul_near", "give_1_1", "matmul_far_1_0", "matmul_far_1_1",
     ]  # fmt: skip
 
 
@@ -57,6 +58,42 @@ def test_an_estimate_has_what_is_held_back():
     joined_s = SIDE_STARTS * machine.costs.kernel_s  # behind the last
     own_s, far_s = spans["matmul_own"], spans["matmul_far_1"]
     assert own_s - HELD_BACK_S == pytest.approx(far_s - joined_s)
+
+
+def spans_of(p: cp.Problem, spec: str) -> dict[str, Span]:
+    machine = cp.preset("h200-8")
+    machine = replace(machine, nic=replace(machine.link, bytes_per_s=60e9))
+    timeline = cp.estimate(cp.build(p, spec), machine)
+    return {span.label: span for span in timeline.spans if span.rank == 0}
+
+
+def test_a_kernel_that_becomes_ready_beside_a_matmul_starts_when_that_ends():
+    """The sum inside an island is not held back for; so what is sent behind it is late, too."""
+    p = cp.Problem("matmul_reduce_scatter", 32768, 8192, 8192, 8, islands=2)
+    spans = spans_of(p, "islands chunks=2")
+    first, second = spans["matmul_far_1_0"], spans["matmul_far_1_1"]
+    assert first.end_s == pytest.approx(second.start_s)
+    assert spans["push_1_0_1"].end_s < second.end_s == pytest.approx(spans["sum_1_0"].start_s)
+    assert spans["send_1_0"].start_s > second.end_s
+
+
+def test_an_exchange_has_its_sms_before_the_matmul_that_is_held_back():
+    p = cp.Problem("matmul_reduce_scatter", 32768, 8192, 8192, 2, islands=2)
+    spans = spans_of(p, "islands chunks=2")
+    assert spans["send_1_0"].start_s == pytest.approx(spans["matmul_far_1_0"].end_s)
+    # the next one finds a matmul that has begun long ago
+    own, late = spans["matmul_own"], spans["send_1_1"]
+    assert own.start_s < spans["send_1_0"].end_s < own.end_s == pytest.approx(late.start_s)
+
+
+def test_the_barrier_that_opens_a_call_is_passed_before_a_matmul_that_is_held_back():
+    p = cp.Problem("all_gather_matmul", 32768, 8192, 8192, 8, islands=2)
+    spans = spans_of(p, "islands chunks=2")
+    first, own = spans["give_1_0"], spans["matmul_own"]
+    assert own.start_s < spans["open"].end_s == pytest.approx(first.start_s)
+    assert first.start_s < own.start_s + HELD_BACK_S
+    # the next one becomes ready beside it
+    assert first.end_s < own.end_s == pytest.approx(spans["give_1_1"].start_s)
 
 
 def test_without_exchanges_nothing_is_held_back():

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from counterpoint.runtime.library import library_of
 from counterpoint.runtime.notice_board import Awaited
 from counterpoint.runtime.wire import wire_of
 from counterpoint.runtime.workspace import Workspace
@@ -23,17 +24,20 @@ Row = dict[str, Any]
 
 
 def exchanges(workspace: Workspace, rounds: int) -> list[Row]:
-    """Seconds of one exchange by bytes, of all distances in turn; none where there is one island.
+    """Seconds of one exchange, and of the library's all-gather, by bytes through a NIC.
 
-    Collective.
+    An exchange is of all distances in turn. Of one island there are no rows. Collective.
     """
-    far = workspace.islands.number - 1
+    far, found = workspace.islands.number - 1, list[Row]()
     of = far * ceil(STREAM / max(far, 1))
-    return [
-        {"question": "exchange", "num_bytes": size,
-         "seconds": slowest_s(exchange(workspace, size), workspace, rounds, of)}
-        for size in SIZES[workspace.device.type] * (far > 0)
-    ]  # fmt: skip
+    for size in SIZES[workspace.device.type] * (far > 0):
+        for question, call in (
+            ("exchange", exchange(workspace, size)),
+            ("far gather", gather(workspace, size)),
+        ):
+            seconds = slowest_s(call, workspace, rounds, of)
+            found.append({"question": question, "num_bytes": size, "seconds": seconds})
+    return found
 
 
 def island_of(workspace: Workspace) -> dist.ProcessGroup:
@@ -61,6 +65,20 @@ def exchange(workspace: Workspace, num_bytes: int) -> Callable[[], object]:
         wire.exchange([(sent, to)], [(kept, source)], awaited)
 
     return call
+
+
+def gather(workspace: Workspace, num_bytes: int) -> Callable[[], object]:
+    """The library's all-gather of all ranks: a ring, which takes the NICs of an island in parts.
+
+    What comes to a rank, all others' blocks, is `num_bytes` for each NIC.
+    """
+    others = workspace.group.size() - 1
+    block = ceil(num_bytes * workspace.islands.size / others)
+    own = torch.ones(block, dtype=torch.uint8, device=workspace.device)
+    full = own.new_empty(block * (others + 1))
+    awaited = Awaited("characterize", "take part in a gather", "far gather")
+    library = library_of(workspace, awaited)
+    return lambda: library.all_gather(full, own)
 
 
 def slowest_s(call: Callable[[], object], workspace: Workspace, rounds: int, of: int = 1) -> float:

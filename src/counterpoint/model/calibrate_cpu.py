@@ -10,13 +10,15 @@ from counterpoint.model.calibrate import Row, beside, rows_of
 
 
 def nic_of(rows: Sequence[Row]) -> LinkSpec | None:
-    """What reaches other islands, of rows of the question "exchange"; None where there are none."""
+    """What reaches other islands, of rows of "exchange" and "far gather"; None: there are none."""
     found = [row for row in rows if row["question"] == "exchange"]
+    gathers = [row for row in rows if row["question"] == "far gather"]
     if not found:
         return None
     latency_s, rate = steady(found)
     return LinkSpec(name="between islands", bytes_per_s=rate, latency_s=latency_s,
-                    source="measured by exchanges of all ranks at once")  # fmt: skip
+                    source="measured by exchanges of all ranks at once",
+                    collective_bytes_per_s=steady(gathers)[1] if gathers else None)  # fmt: skip
 
 
 def steady(rows: Sequence[Row]) -> tuple[float, float]:

@@ -2,8 +2,9 @@
 
 Each lane works through its steps in order; a step starts when its lane is free, what it comes
 after has ended and what it waits for has been posted. Work has a time of its own: `work_s`. While a
-matmul and a copy run side by side, both are slower. Eager, the host is a lane too: it enqueues one
-step after another.
+matmul and a copy run side by side, both are slower. A matmul takes all SMs: kernels that become
+ready beside it start when it ends. Eager, the host is a lane too: it enqueues one step after
+another.
 """
 
 from collections import Counter, deque
@@ -27,6 +28,8 @@ from counterpoint.timeline import Span, Timeline
 # lanes and a join; 2xH200, Llama-3 70B at 64 and 512 tokens, in a graph
 SIDE_STARTS = 3
 MAX_REGIONS = 2**16  # of a rank
+# kernels that find no room beside a persistent matmul; an exchange is one of NCCL's
+KERNELS = frozenset({"barrier", "exchange", "reduce", "fold"})
 
 
 class Ran(NamedTuple):
@@ -131,6 +134,7 @@ class _Lane:
         self.current = -1
         self.start_s = 0.0
         self.left_s = 0.0
+        self.behind: int | None = None  # the matmul that its first step found under way; -1: none
 
 
 class _Rank:
@@ -145,22 +149,44 @@ class _Rank:
         priced = works(program, machine, tiles)
         found = [measured.get(b.step.name, w) for b, w in zip(program.steps, priced, strict=True)]
         self.work_s = [work.seconds for work in found]
-        if not machine.device.one_at_a_time:
-            for i in range(len(program.steps)):
-                self.work_s[i] += HELD_BACK_S * held_back(program, i)
+        self.turns = machine.device.one_at_a_time
+        steps = range(len(program.steps))
+        self.held_back = {i for i in steps if not self.turns and held_back(program, i)}
+        for i in self.held_back:
+            self.work_s[i] += HELD_BACK_S
         self.beside_copy = [work.beside_copy for work in found]
         self.into = [_into(bound) for bound in program.steps]
         self.ended = [False] * len(program.steps)
         lanes: dict[str, list[int]] = {}
         main_lane = program.plan.lanes[0].name
         for i, bound in enumerate(program.steps):
-            turns = machine.device.one_at_a_time and bound.step.kind not in ("copy", "exchange")
-            lanes.setdefault(main_lane if turns else bound.step.lane, []).append(i)
+            in_turn = self.turns and bound.step.kind not in ("copy", "exchange")
+            lanes.setdefault(main_lane if in_turn else bound.step.lane, []).append(i)
         self.lanes = [_Lane(steps) for steps in lanes.values()]
         main = lanes.get(main_lane, [])
         if main and len(lanes) > 1:  # side lanes fork from it, and it joins them behind its last
             last = next(launch[0] for launch in batches(program) if main[-1] in launch)
             self.work_s[last] += SIDE_STARTS * machine.costs.kernel_s
+
+    def has_room(self, lane: _Lane, now_s: float) -> bool:
+        """Whether the first step of a lane, ready now, has SMs: see `KERNELS`.
+
+        Of those that become ready at once a matmul is the first, but while it is held back.
+        """
+        step = self.program.steps[lane.steps[0]].step
+        opens = step.kind == "barrier" and not step.after  # launched before all others
+        if self.turns or step.kind not in KERNELS or opens:
+            return True
+        if lane.behind is None:
+            under_way = (
+                other.current
+                for other in self.lanes
+                if other.current >= 0
+                and self.program.steps[other.current].step.kind == "matmul"
+                and not (other.current in self.held_back and now_s < other.start_s + HELD_BACK_S)
+            )
+            lane.behind = next(under_way, -1)
+        return lane.behind < 0 or self.ended[lane.behind]
 
     def kinds(self) -> set[str]:
         """Kinds of the steps that are under way."""
@@ -245,10 +271,10 @@ class _Simulation:
             key = (0, slot, 0) if self.alone else (peer, slot, me)
             if key not in self.posted:
                 return False
-        if bound.step.kind == "barrier" and bound.step.after and "matmul" in rank.kinds():
-            return False  # a persistent matmul leaves no room for what is launched after it
+        if not rank.has_room(lane, self.now_s):
+            return False
         lane.steps.popleft()
-        lane.current, lane.start_s = i, self.now_s
+        lane.current, lane.start_s, lane.behind = i, self.now_s, None
         waits = bool(bound.waits) and bound.step.kind != "barrier"
         lane.left_s = rank.work_s[i] + (self.costs.kernel_s if waits else 0.0)
         return True

@@ -170,7 +170,8 @@ def _collective_s(bound: BoundStep, plan: Plan, machine: Machine) -> float:
         return seconds + pass_s
     if p.islands > 1:  # a ring by the NICs of all ranks
         nic = nic_of(plan, machine)
-        through = min(costs.collective_bytes_per_s, nic.bytes_per_s * (p.ranks // p.islands))
+        each = nic.collective_bytes_per_s or nic.bytes_per_s
+        through = min(costs.collective_bytes_per_s, each * (p.ranks // p.islands))
         return costs.all_gather_s + p.islands * nic.latency_s + received / through
     kind: Collective = "all_gather" if gathers else "reduce_scatter"
     return costs.collective_s(kind, received)

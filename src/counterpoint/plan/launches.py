@@ -47,13 +47,16 @@ def batches(program: Program) -> list[tuple[int, ...]]:
 def held_back(program: Program, index: int) -> bool:
     """Whether a matmul begins with the exchange before it, which is to have its SMs first.
 
-    That is so where the exchange waits for nothing that the matmul does not wait for.
+    That is so where the exchange waits for nothing that the matmul does not wait for; the barrier
+    that opens a call is passed sooner than that.
     """
     before, own = program.steps[max(index - 1, 0)].step, program.steps[index].step
     if (before.kind, own.kind) != ("exchange", "matmul") or own.waits:
         return False
-    lanes = {bound.step.name: bound.step.lane for bound in program.steps}
-    return all(n in own.after or lanes[n] in (own.lane, before.lane) for n in before.after)
+    names = {bound.step.name: bound.step for bound in program.steps}
+    opens = program.steps[program.opens].step.name if program.opens >= 0 else ""
+    others = [n for n in before.after if n not in (opens, *own.after)]
+    return all(names[n].lane in (own.lane, before.lane) for n in others)
 
 
 def runs(bound: BoundStep, plan: Plan) -> list[Run]:
