@@ -6,13 +6,15 @@ ranks share it and take turns: rows say so ("shared"), and their times are no ti
 
     compute    the matmul alone, or the lookups alone, which pool all bags for all ranks
     exchange   NCCL's all-gather or reduce-scatter alone, or its all-to-all and a concat
-    serial     both, one after the other
-    chunks=N   our plan "islands"
+    wire       the same bytes by NCCL's send and receive, as our plans exchange them
+    serial     compute and exchange, one after the other
+    chunks=N   our plan "islands"; with "S SMs left" its matmuls leave so many to exchanges
     auto       the plan that is chosen once the NIC has been measured
 
 Each case begins with a measurement of both parts. It then takes the matmul, or the bags, that last
 about as long as the exchange; rows have the sizes. Hidden is (compute + exchange - ours) over the
-shorter of compute and exchange."""
+shorter of compute and exchange. NCCL sends to a peer over few sockets and gathers over more: one
+case has more of them for both (NCCL_NCHANNELS_PER_NET_PEER)."""
 
 import os
 import tempfile
@@ -31,10 +33,12 @@ from benchmarks.choice import forget_tuned
 from benchmarks.declare import Arms, Bench, Benchmark, Call, Case, Section, all_gather
 from benchmarks.rows import Row, Timed, taken
 from benchmarks.tables import Column, measured, ms, of_most
-from counterpoint.measure.exchanges import exchanges, slowest_s
+from counterpoint.measure.exchanges import exchange, exchanges, slowest_s
 from counterpoint.measure.timing import relative_error, soak
 from counterpoint.model.calibrate_cpu import nic_of
 from counterpoint.ops.auto import choose_spec, knowledge_of
+from counterpoint.plan.names import COMPUTE
+from counterpoint.problem import ITEM_BYTES
 from counterpoint.runtime.ranks import spawn
 from counterpoint.runtime.store import gather_by_store
 from counterpoint.runtime.workspace import Workspace, release_all, workspace_of
@@ -43,22 +47,27 @@ GATHER, SCATTER = "all_gather_matmul", "matmul_reduce_scatter"
 BAGS = "embedding_bag_all_to_all"
 ISLANDS = 2
 CHUNKS = (1, 2, 4, 8)
+LEFT = (4, 12)  # of 132 SMs: green contexts have a multiple of 8
+LEFT_CHUNKS = 4
+MORE_CHANNELS = 8
 LIMIT_S = 90.0  # of the ranks of a case, their start included
 ROUNDS = 3  # of the measurements that find a size
 SIZES = 16  # sizes that are tried are multiples of 1 / SIZES of the first, up to SIZES times it
 SOAK_S = 0.3
 
 
-def matmul_case(op: str, rows: int, cols: int, first: int) -> Case:
+def matmul_case(op: str, rows: int, cols: int, first: int, channels: int = 0) -> Case:
     """A block of [rows, cols] of each rank is exchanged; `first` is the size tried first, of the
-    other side of the matmul."""
-    return Case(op, {"op": op, "rows": rows, "cols": cols, "first": first, "dtype": "bfloat16"})
+    other side of the matmul. `channels` of NCCL go to a peer; 0: as many as it likes."""
+    name = f"{op}, {channels} channels" if channels else op
+    return Case(name, {"op": op, "rows": rows, "cols": cols, "first": first, "channels": channels,
+                       "dtype": "bfloat16"})  # fmt: skip
 
 
 def bags_case(tables: int, d: int, batch: int, first: int) -> Case:
     """As many tables on each rank; `first` is the number of indices of a bag tried first."""
     return Case(BAGS, {"op": BAGS, "each": tables, "d": d, "batch": batch, "first": first,
-                       "dtype": "bfloat16"})  # fmt: skip
+                       "channels": 0, "dtype": "bfloat16"})  # fmt: skip
 
 
 def cases(ranks: int) -> list[Case]:
@@ -66,6 +75,7 @@ def cases(ranks: int) -> list[Case]:
     return [
         matmul_case(GATHER, 4096, 8192, 16384), matmul_case(SCATTER, 4096, 8192, 16384),
         bags_case(8, 128, 32768 * max(ranks, ISLANDS), 64),
+        matmul_case(GATHER, 4096, 8192, 16384, MORE_CHANNELS),
     ]  # fmt: skip
 
 
@@ -82,16 +92,19 @@ def rows(case: Case, bench: Bench) -> list[Row]:
     return gather(found)[0]
 
 
-def environment(rank: int, ranks: int, gpus: int) -> dict[str, str]:
+def environment(rank: int, ranks: int, gpus: int, channels: int = 0) -> dict[str, str]:
     """What makes this rank one of an island, for NCCL and for us.
 
     Args:
         gpus: that all ranks have; 0: they are CPU ranks.
+        channels: see `matmul_case`.
     """
     island = f"island{rank // (ranks // ISLANDS)}"
     found = {"COUNTERPOINT_ISLAND": island}
     if gpus:
         found |= {"NCCL_HOSTID": island, "NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo"}
+    if gpus and channels:
+        found |= {"NCCL_NCHANNELS_PER_NET_PEER": str(channels)}
     if gpus and gpus < ranks:  # who waits for a peer takes its time from it
         found |= {"COUNTERPOINT_TIMEOUT_S": "40", "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
     return found
@@ -106,7 +119,7 @@ def of_island(
         place: a file that does not exist yet, where NCCL's ranks meet.
         gpus: as of `environment`.
     """
-    os.environ |= environment(rank, ranks, gpus)
+    os.environ |= environment(rank, ranks, gpus, case["channels"])
     device = torch.device("cuda", rank % gpus) if gpus else torch.device("cpu")
     if gpus:
         torch.cuda.set_device(device)
@@ -145,17 +158,36 @@ def arms(case: Case, bench: Bench) -> Arms:
     found = parts(size)
     calls = {f"chunks={n}": found.ours(f"islands chunks={n}") for n in CHUNKS}
     problem = replace(found.problem, islands=workspace.islands.number)
+    alone = {"compute": found.compute, "exchange": found.exchange}
+    if case["op"] != BAGS:
+        send = exchange(workspace, case["rows"] * case["cols"] * ITEM_BYTES[case["dtype"]])
+        alone["wire"] = lambda _: send()
+    if case["op"] != BAGS and bench.on_gpu:
+        sms = torch.cuda.get_device_properties(bench.device).multi_processor_count
+        for left in LEFT:
+            calls[left_name(left)] = found.ours(leaving(problem, sms - left))
     pick = choose_spec(problem, workspace, found.operands)
     facts = {"islands": workspace.islands.number, "of_ranks": bench.ranks, **found.facts,
              "shared": bench.on_gpu and len({*bench.gathered(bench.device.index)}) < bench.ranks,
              "nic_bytes_per_s": nic.bytes_per_s if nic else None}  # fmt: skip
     return Arms(
-        {"compute": found.compute, "exchange": found.exchange, "serial": found.serial,
-         "auto": found.ours("auto"), **calls},
-        found.check, parts=("compute", "exchange"), floor=embedding.ROUNDING, facts=facts,
+        {**alone, "serial": found.serial, "auto": found.ours("auto"), **calls},
+        found.check, parts=tuple(alone), floor=embedding.ROUNDING, facts=facts,
         nan_bytes=max(2 * problem.m * problem.n, 1 << 20),
         about={"auto": {"pick": pick}},
     )  # fmt: skip
+
+
+def left_name(left: int) -> str:
+    """The arm whose matmuls leave so many SMs."""
+    return f"chunks={LEFT_CHUNKS}, {left} SMs left"
+
+
+def leaving(problem: cp.Problem, num_sms: int) -> cp.Plan:
+    """Our plan, whose matmuls run on so many SMs."""
+    plan = cp.build(problem, f"islands chunks={LEFT_CHUNKS}")
+    lanes = (replace(each, num_sms=num_sms) if each == COMPUTE else each for each in plan.lanes)
+    return replace(plan, lanes=tuple(lanes))
 
 
 class Parts(NamedTuple):
@@ -164,7 +196,7 @@ class Parts(NamedTuple):
     compute: Call
     exchange: Call
     serial: Call
-    ours: Callable[[str], Call]
+    ours: Callable[[str | cp.Plan], Call]
     check: Callable[[str, Any], list[float]]
     problem: cp.Problem
     operands: Sequence[Tensor]
@@ -208,7 +240,7 @@ def matmul(case: Case, bench: Bench, size: int) -> Parts:
             part(0)
         return y
 
-    def ours(plan: str) -> Call:
+    def ours(plan: str | cp.Plan) -> Call:
         op: Callable[..., Tensor] = getattr(cp, case["op"])
         return lambda _: op(x, w, group=bench.group, plan=plan)
 
@@ -236,13 +268,15 @@ def bags(case: Case, bench: Bench, size: int) -> Parts:
                                 use_local_synchronization=True)  # fmt: skip
     sent, got = (bench.empty(b.batch, columns) for _ in range(2))
 
-    def called(group: dist.ProcessGroup, plan: str, batch: list[int], dims: list[Any]) -> Call:
+    def called(
+        group: dist.ProcessGroup, plan: str | cp.Plan, batch: list[int], dims: list[Any]
+    ) -> Call:
         return lambda i: cp.embedding_bag_all_to_all(
             b.tables, b.sets[i % len(b.sets)], b.offsets, group=group, plan=plan,
             include_last_offset=True, batch=batch, dims=dims,
         )  # fmt: skip
 
-    def ours(plan: str) -> Call:
+    def ours(plan: str | cp.Plan) -> Call:
         return called(bench.group, plan, [own] * bench.ranks, b.dims)
 
     def exchange(_: int) -> Tensor:
@@ -274,7 +308,7 @@ def hidden(case: Timed, arm: str) -> float:
 
 def best(case: Timed) -> str:
     """The number of chunks that took least, as an arm."""
-    return case.fastest(f"chunks={n}" for n in CHUNKS)
+    return case.fastest(arm for arm in case.main if arm.startswith("chunks="))
 
 
 def _size(case: Timed) -> str:
@@ -285,7 +319,19 @@ def _size(case: Timed) -> str:
 
 
 def _speedups(case: Timed) -> str:
-    return ", ".join(f"{case.s('serial') / case.s(f'chunks={n}'):.2f}x" for n in CHUNKS)
+    arms = [f"chunks={n}" for n in CHUNKS] + [left_name(left) for left in LEFT]
+    found = [f"{case.s('serial') / case.s(arm):.2f}x" for arm in arms if arm in case]
+    return ", ".join(found)
+
+
+def _parts(case: Timed) -> str:
+    wire = f" ({ms(case.s('wire'))})" if "wire" in case else ""
+    return f"{ms(case.s('compute'))} + {ms(case.s('exchange'))}{wire} ms"
+
+
+def _operator(case: Timed) -> str:
+    channels = case.head.get("channels", 0)
+    return f"`{case.head['op']}`" + f", {channels} channels" * bool(channels)
 
 
 def _auto(case: Timed) -> str:
@@ -293,10 +339,11 @@ def _auto(case: Timed) -> str:
 
 
 COLUMNS = (
-    Column("operator", lambda c: f"`{c.head['op']}`"),
+    Column("operator", _operator),
     Column("M, N, K or bags", _size),
-    Column("compute + exchange", lambda c: f"{ms(c.s('compute'))} + {ms(c.s('exchange'))} ms"),
-    Column(f"speedup, {', '.join(map(str, CHUNKS))} chunks", _speedups),
+    Column("compute + exchange (by send and receive)", _parts),
+    Column(f"speedup, {', '.join(map(str, CHUNKS))} chunks; {LEFT_CHUNKS} with "
+           f"{' and '.join(map(str, LEFT))} SMs left", _speedups),
     Column("auto", _auto),
     Column("hidden", lambda c: f"{hidden(c, best(c)):.0%}, {best(c)}"),
 )  # fmt: skip
@@ -318,6 +365,7 @@ def speedups(found: list[Row]) -> str:
 
 TWO_ISLANDS = Benchmark(
     "two_islands", cases, rows=rows, unit="ms", least=1, calls=0, every_eager=True, host=False,
-    eager=("auto", *(f"chunks={n}" for n in CHUNKS)), short=lambda case: case["op"] == GATHER,
+    eager=("auto", *(f"chunks={n}" for n in CHUNKS), *map(left_name, LEFT)),
+    short=lambda case: case.name == GATHER,
     sections=(Section("docs/islands.md", "two-islands", of_most(speedups)),),
 )  # fmt: skip

@@ -8,6 +8,7 @@ from island_bodies import on_islands
 from rank_bodies import by_reference, world
 from rankpool import RankPool
 
+import counterpoint as cp
 from benchmarks import two_islands
 from benchmarks.declare import Bench
 from counterpoint.choose.known import Knowledge
@@ -39,8 +40,9 @@ def inside(rank: int, ranks: int, op: str) -> list[dict[str, Any]]:
 def test_arms_between_islands_are_right_and_give_rows(pool: RankPool, op: str, ranks: int):
     rows, *_ = pool.run(inside, ranks, op, timeout_s=120)
     timed = {row["arm"]: row for row in rows}
-    assert set(timed) == ARMS and all(row["median_s"] > 0 for row in rows)
-    assert {arm for arm, row in timed.items() if "error" not in row} == {"compute", "exchange"}
+    parts = {"compute", "exchange"} | (set() if op == two_islands.BAGS else {"wire"})
+    assert set(timed) == ARMS | parts and all(row["median_s"] > 0 for row in rows)
+    assert {arm for arm, row in timed.items() if "error" not in row} == parts
     first = SMALL[op]["first"]
     found = rows[0]["pooling"] if op == two_islands.BAGS else max(rows[0]["n"], rows[0]["k"])
     assert found >= first // 16 and found % (first // 16) == 0
@@ -57,7 +59,7 @@ def started(rank: int, ranks: int) -> list[dict[str, Any]]:
 
 def test_ranks_of_islands_are_started_and_all_get_their_rows():
     first, second = spawn(started, 2, timeout_s=600)
-    assert first == second and {row["arm"] for row in first} == ARMS
+    assert first == second and {row["arm"] for row in first} == {*ARMS, "wire"}
     assert all(row["islands"] == 2 for row in first)
 
 
@@ -74,24 +76,49 @@ def test_nccl_is_told_that_islands_are_hosts(gpus: int):
     names = [each["NCCL_HOSTID"] for each in found]
     assert names == ["island0"] * (ranks // 2) + ["island1"] * (ranks // 2)
     assert "NCCL_NET" not in two_islands.environment(0, 2, 0)
+    more, stock = (two_islands.environment(0, ranks, gpus, channels) for channels in (8, 0))
+    assert more.items() - stock.items() == {("NCCL_NCHANNELS_PER_NET_PEER", "8")}
 
 
-HEAD = {"op": "all_gather_matmul", "case": "all_gather_matmul", "m": 8192, "n": 140288, "k": 8192,
-        "mode": "eager", "islands": 2, "shared": False, "gpu": "H200", "ranks": 2, "driver": "1",
+@pytest.mark.parametrize("op", [two_islands.GATHER, two_islands.SCATTER])
+def test_matmuls_alone_leave_sms_to_exchanges(op: str):
+    plan = two_islands.leaving(cp.Problem(op, 64, 32, 16, 2, islands=2), 128)
+    assert {lane.name: lane.num_sms for lane in plan.lanes} == {"compute": 128, "nic": None}
+    cp.validate(plan)
+
+
+HEAD = {"op": "all_gather_matmul", "case": "all_gather_matmul", "channels": 8,
+        "m": 8192, "n": 140288, "k": 8192, "mode": "eager", "islands": 2, "shared": False,
+        "gpu": "H200", "ranks": 2, "driver": "1",
         "torch": "2", "triton": "3", "nccl": "4", "multicast": False, "date": "2026-11-24",
         "commit": "abc"}  # fmt: skip
-BAGS = {"op": two_islands.BAGS, "case": two_islands.BAGS, "batch": 65536, "each": 8, "pooling": 500}
-TIMES = {"compute": 28.0, "exchange": 25.0, "serial": 54.0, "auto": 32.0,
+BAGS = {
+    "op": two_islands.BAGS,
+    "case": two_islands.BAGS,
+    "channels": 0,
+    "batch": 65536,
+    "each": 8,
+    "pooling": 500,
+}
+TIMES = {"compute": 28.0, "exchange": 25.0, "wire": 26.0, "serial": 54.0, "auto": 32.0,
          "chunks=1": 54.0, "chunks=2": 40.0, "chunks=4": 32.0, "chunks=8": 33.0}  # fmt: skip
 
 
 def test_the_table_says_what_of_the_shorter_part_is_hidden():
     rows = [HEAD | {"arm": arm, "median_s": s * 1e-3} for arm, s in TIMES.items()]
-    rows[3]["pick"] = "islands chunks=4"
-    rows += [row | BAGS for row in rows]
+    rows[4]["pick"] = "islands chunks=4"
+    bags_rows = [row | BAGS for row in rows if row["arm"] != "wire"]
+    left = two_islands.left_name(two_islands.LEFT[0])
+    rows += [HEAD | {"arm": left, "median_s": 0.031}, *bags_rows]
     _, _, matmul, bags, _, note = two_islands.speedups(rows).splitlines()
-    end = "28.000 + 25.000 ms | 1.00x, 1.35x, 1.69x, 1.64x | 1.69x islands chunks=4 | 84%, chunks=4"
-    assert matmul == f"| `all_gather_matmul` | 8192, 140288, 8192 | {end} |"
-    assert bags.endswith(f"65536 bags, 8 tables, 500 indices | {end} |")
+    speedups = "1.00x, 1.35x, 1.69x, 1.64x"
+    assert matmul == (
+        "| `all_gather_matmul`, 8 channels | 8192, 140288, 8192 | 28.000 + 25.000 (26.000) ms | "
+        f"{speedups}, 1.74x | 1.69x islands chunks=4 | 88%, {left} |"
+    )
+    assert bags.endswith(
+        "65536 bags, 8 tables, 500 indices | 28.000 + 25.000 ms | "
+        f"{speedups} | 1.69x islands chunks=4 | 84%, chunks=4 |"
+    )
     assert "over the loopback" in note and "share the GPU" not in note
     assert "share the GPU" in two_islands.speedups([row | {"shared": True} for row in rows])
