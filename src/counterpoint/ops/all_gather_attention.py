@@ -50,7 +50,8 @@ def all_gather_attention(
         k: dtype of q, [B, S of this rank, KV, D]; H is a multiple of KV (grouped queries).
         v: as k.
         group: whose ranks take part, all with the same arguments; the default group if None. CPU
-            tensors take a gloo group of one host, CUDA tensors an NCCL group of one node.
+            tensors take a gloo group, CUDA tensors an NCCL group. Its ranks may be on several
+            islands, such as hosts.
         causal: a token attends to itself and those before it. S is then two halves, and rank r of n
             has parts r and 2n - 1 - r of 2n equal parts of the sequence, in this order: so all
             ranks have equal work. `torch.cat([x.chunk(2 * n, 1)[i] for i in (r, 2 * n - 1 - r)],
