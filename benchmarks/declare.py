@@ -11,6 +11,7 @@ import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 
 from benchmarks.rows import Row
+from counterpoint.errors import CounterpointError
 from counterpoint.measure.timing import captured, rotate
 
 Call = Callable[[int], Any]  # by its number: operands take turns
@@ -19,6 +20,19 @@ L2_ROTATIONS = 4  # operands in rotation cover this many times the L2
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 ROUNDING = 1e-2  # a result in bf16 that is further off is wrong
+
+
+class WrongResultError(CounterpointError):
+    """Arms computed something else than fp64 says, on all ranks alike.
+
+    Args:
+        text: which, and by how much.
+        rows: of the case: those of the other arms, and why these have none.
+    """
+
+    def __init__(self, text: str, rows: list[Row]) -> None:
+        super().__init__(text)
+        self.rows = rows
 
 
 @dataclass(frozen=True)
