@@ -62,8 +62,8 @@ class Arms:
         parts: arms that are a part of the work, and have no result to check.
         against: arms that are held against another one than the baseline: by which. That one may be
             off by `limit`, as the baseline.
-        peers: arms that are left out of graphs if they cannot be captured: those of others, and
-            those whose host may have to wait.
+        peers: arms that are left out of graphs if they cannot be captured: those of others, those
+            whose host may have to wait, and those that were never captured before.
         waits: arms whose host waits for the GPU in each call, which no graph can have.
         floor: an error that rounding alone explains.
         limit: an error of the baseline above which nothing is timed.

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from benchmarks import decode, embedding, experts
 from benchmarks.declare import Arms, Bench, Benchmark, Call, Case
+from benchmarks.rows import Row
 from benchmarks.slices import ORDERS, Sliced
 from counterpoint.measure.timing import relative_error
 from counterpoint.runtime.delay import Delay
@@ -73,8 +74,10 @@ def arms(case: Case, bench: Bench) -> Arms:
         return sliced_arms(case, bench)
     make, names = next(kept for word, kept in KEPT.items() if word in case.name)
     made = make(case, bench)
+    # one that cannot be captured loses no row of another
     return replace(made, calls={n: call for n, call in made.calls.items() if n in names},
-                   parts=[n for n in made.parts if n in names])  # fmt: skip
+                   parts=[n for n in made.parts if n in names],
+                   peers=[n for n in names if n != made.baseline])  # fmt: skip
 
 
 def sliced_arms(case: Case, bench: Bench) -> Arms:
@@ -101,12 +104,13 @@ def sliced_arms(case: Case, bench: Bench) -> Arms:
     wanted = want.permute(1, 0, 2).reshape(len(sample), -1)
     own_of = [call.call if isinstance(call, After) else call for call in calls.values()]
     made = {id(call): call for call in own_of if isinstance(call, Sliced)}
+    about: dict[str, Row] = {n: {"slices": c.slices, "programs_asked": c.work}
+                             for n, c in calls.items() if isinstance(c, Sliced)}  # fmt: skip
+    about |= {n: {"late_s": c.late_s} for n, c in calls.items() if isinstance(c, After)}
     return Arms(
         {BASELINE: serial} | calls, lambda _, y: [relative_error(y[sample], wanted)],
-        baseline=BASELINE, floor=4e-3, outputs=[got, *(call.out for call in made.values())],
-        nan_bytes=1 << 20, about={n: {"slices": c.slices, "programs_asked": c.work}
-                                  for n, c in calls.items() if isinstance(c, Sliced)}
-        | {n: {"late_s": c.late_s} for n, c in calls.items() if isinstance(c, After)},
+        baseline=BASELINE, floor=4e-3, peers=[*calls], about=about, nan_bytes=1 << 20,
+        outputs=[got, *(call.out for call in made.values())],
     )  # fmt: skip
 
 
