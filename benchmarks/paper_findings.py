@@ -140,8 +140,9 @@ def resident_together() -> Found:
 
 def stamped() -> Found:
     """Whether blocks of our own all-gather were on an SM beside blocks of a matmul."""
-    rows = [r for r in measured_rows("paper_co_residency")
-            if r.get("arm") == "matmul first" and "pairs" in r]  # fmt: skip
+    newest = {r["blocks_per_sm"]: r for r in measured_rows("paper_co_residency")
+              if r.get("arm") == "matmul first" and "pairs" in r}  # fmt: skip
+    rows = [*newest.values()]
     if not rows:
         return Found("-", NOT_YET)
     told = ", ".join(

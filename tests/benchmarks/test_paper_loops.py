@@ -17,6 +17,7 @@ from rankpool import RankPool
 from benchmarks import loop, options, paper_resources, paper_thread_blocks
 from benchmarks.declare import Bench, Benchmark, Case, WrongResultError
 from benchmarks.loop import Pair
+from benchmarks.persistent import free_grid_matmul_kernel
 from benchmarks.rows import Row
 from benchmarks.runner import chosen, declared, measured, run
 from counterpoint.errors import InputError
@@ -26,6 +27,9 @@ from counterpoint.resources.controls import OFF, SEQUENTIAL, Controls
 from counterpoint.resources.pipeline import Pipeline
 from counterpoint.resources.run import Eager
 from counterpoint.resources.search import Space
+from counterpoint.runtime.limits import LIMITS
+from counterpoint.runtime.occupancy import Kernel, occupancy
+from counterpoint.testing import ptx
 
 CPU = torch.device("cpu")
 CASES: dict[str, tuple[Benchmark, Case]] = {
@@ -108,6 +112,18 @@ def test_a_part_has_all_grids_of_two_pairs():
         assert list(grids.values()) == [[*map(list, paper_thread_blocks.GRIDS)]] * 2
         seen |= {*grids}
     assert len(seen) == 8
+
+
+@pytest.mark.parametrize("tile", paper_thread_blocks.KERNELS)
+def test_the_kernel_of_any_grid_on_an_h100(tile: str):
+    kernel, (m, n, k, warps, stages) = free_grid_matmul_kernel, loop.TRITON[tile]
+    constants = {"BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k}
+    types = {name: "*bf16" if name.endswith("ptr") else "i32"
+             for name in kernel.arg_names if name not in constants}  # fmt: skip
+    found = ptx.compiled(kernel, 90, types, constants, num_warps=warps, num_stages=stages,
+                         aligned=(*types,))  # fmt: skip
+    block = Kernel(32 * warps, found.registers, 0, found.dynamic_bytes)
+    assert not found.spills and occupancy(block, LIMITS["sm_90"]).blocks >= 4
 
 
 class Able:

@@ -103,7 +103,8 @@ def test_stamps_of_blocks(monkeypatch: pytest.MonkeyPatch):
         for n, beside, ratio in ((7, 0, 1.0), (4, 32, 1.31))
     ]  # fmt: skip
     rows += [{"arm": "matmul", "median_s": 1.0}, {"arm": "collective first", "pairs": 9}]
-    monkeypatch.setattr(paper_findings, "results", lambda _: {2: rows})
+    older = rows[0] | {"blocks_beside": 1}  # measured once more since
+    monkeypatch.setattr(paper_findings, "results", lambda _: {2: [older, *rows]})
     assert paper_findings.stamped() == Found(
         "beside so many blocks of a 64x64x32 matmul per SM: 7: 0 of 32 blocks, 0% of their time, "
         "1.00x over one after the other, 4: 32 of 32 blocks, 100% of their time, 1.31x over one "
