@@ -125,6 +125,7 @@ def checked(
             wrong[name] = f"off by {told[0]} against fp64, at most {told[1]}"
             bench.say(f"without {name}: {wrong[name]}")
             if name in bases:
+                arms.close()
                 raise WrongResultError(f"{what}, {name}: {wrong[name]}", [])
     return found, wrong
 
@@ -266,6 +267,7 @@ def run(
         if bench.on_gpu:
             torch.cuda.empty_cache()
     if wrong:
+        bench.meet()  # the first rank that ends so ends the others: all is written
         raise WrongResultError("; ".join(wrong), found)
     return found
 
