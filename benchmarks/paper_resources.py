@@ -26,7 +26,7 @@ from benchmarks.loop import COLLECTIVE_BYTES, NUM_ITERATIONS, Loop, Pair, alone_
 from benchmarks.pictures import Axis, dots, place
 from benchmarks.resources import sweep, unshaped
 from benchmarks.rows import Row
-from counterpoint.errors import CounterpointError, UnsupportedError
+from counterpoint.errors import CounterpointError
 from counterpoint.measure import settings
 from counterpoint.measure.profile import traced
 from counterpoint.measure.timing import Times, rotate
@@ -240,7 +240,7 @@ def _rates(graphs: settings.Bench, arms: dict[str, Controls], bench: Bench) -> d
             with graphs.holding(controls.spec):
                 _, content = traced(graphs.call(controls))
             rate = overlap_rate(activities(content))
-        except (CounterpointError, UnsupportedError) as error:
+        except (CounterpointError, RuntimeError, ValueError) as error:  # times are there already
             bench.say(f"no trace of {controls.spec}: {error}")
             rate = float("inf")
         (lost,) = bench.most([-rate])
