@@ -11,6 +11,7 @@ import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 
 from benchmarks.rows import Row
+from counterpoint.errors import CounterpointError
 from counterpoint.measure.timing import captured, rotate
 
 Call = Callable[[int], Any]  # by its number: operands take turns
@@ -19,6 +20,19 @@ L2_ROTATIONS = 4  # operands in rotation cover this many times the L2
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 ROUNDING = 1e-2  # a result in bf16 that is further off is wrong
+
+
+class WrongResultError(CounterpointError):
+    """Arms computed something else than fp64 says, on all ranks alike.
+
+    Args:
+        text: which, and by how much.
+        rows: of the case: those of the other arms, and why these have none.
+    """
+
+    def __init__(self, text: str, rows: list[Row]) -> None:
+        super().__init__(text)
+        self.rows = rows
 
 
 @dataclass(frozen=True)
@@ -48,8 +62,8 @@ class Arms:
         parts: arms that are a part of the work, and have no result to check.
         against: arms that are held against another one than the baseline: by which. That one may be
             off by `limit`, as the baseline.
-        peers: arms that are left out of graphs if they cannot be captured: those of others, and
-            those whose host may have to wait.
+        peers: arms that are left out of graphs if they cannot be captured: those of others, those
+            whose host may have to wait, and those that were never captured before.
         waits: arms whose host waits for the GPU in each call, which no graph can have.
         floor: an error that rounding alone explains.
         limit: an error of the baseline above which nothing is timed.

@@ -109,24 +109,30 @@ def shaping_alone() -> Found:
 
 
 def resident_together() -> Found:
-    """Whether room beside a block of NCCL's helps: the same arm with fewer threads of NCCL."""
+    """Whether room beside a block of NCCL's helps: the same arm with fewer threads of NCCL.
+
+    Of the pairs whose blocks have fewer threads then: NCCL starts its all-to-all with as many as
+    ever.
+    """
     rows = [
         r
         for r in measured_rows("paper_resources")
         if r.get("arm") == "priority" and "time_ratio" in r
     ]
-    by: dict[int, dict[str, float]] = {}
+    by: dict[int, dict[str, Row]] = {}
     for row in rows:
-        by.setdefault(row["nccl_threads"], {})[row["pair"]] = row["time_ratio"]
-    room = {r["nccl_threads"]: r["beside_blocks"] for r in rows if r["kernel"] == "64x64x32"}
+        by.setdefault(row["nccl_threads"], {})[row["pair"]] = row
     few = max((threads for threads in by if threads), default=0)
-    both = sorted(set(by.get(0, {})) & set(by.get(few, {})))
-    if not few or not both:
+    both = [pair for pair, row in by.get(0, {}).items()
+            if by[few].get(pair, row)["comm_threads"] < row["comm_threads"]]  # fmt: skip
+    if not both:
         return _room()
-    as_is, less_threads = (geometric_mean(by[n][pair] for pair in both) for n in (0, few))
+    room = {n: max((by[n][p]["beside_blocks"] for p in both if by[n][p]["kernel"] == "64x64x32"),
+                   default=0) for n in (0, few)}  # fmt: skip
+    as_is, less_threads = (geometric_mean(by[n][p]["time_ratio"] for p in both) for n in (0, few))
     return Found(
-        f"{room.get(few, 0)} blocks of a 64x64x32 matmul beside one of NCCL's with {few} threads, "
-        f"{room.get(0, 0)} as it is: TimeRatio {less_threads:.2f} and {as_is:.2f}, priority, "
+        f"{room[few]} blocks of a 64x64x32 matmul beside one of NCCL's with {few} threads, "
+        f"{room[0]} as it is: TimeRatio {less_threads:.2f} and {as_is:.2f}, priority, "
         f"{len(both)} pairs",
         CONFIRMED if less_threads < as_is else f"{CONTRADICTED}: room does not help", rows,
     )  # fmt: skip
@@ -134,8 +140,9 @@ def resident_together() -> Found:
 
 def stamped() -> Found:
     """Whether blocks of our own all-gather were on an SM beside blocks of a matmul."""
-    rows = [r for r in measured_rows("paper_co_residency")
-            if r.get("arm") == "matmul first" and "pairs" in r]  # fmt: skip
+    newest = {r["blocks_per_sm"]: r for r in measured_rows("paper_co_residency")
+              if r.get("arm") == "matmul first" and "pairs" in r}  # fmt: skip
+    rows = [*newest.values()]
     if not rows:
         return Found("-", NOT_YET)
     told = ", ".join(

@@ -20,15 +20,17 @@ from torch import Tensor
 
 from benchmarks import decode, embedding, experts
 from benchmarks.declare import Arms, Bench, Benchmark, Call, Case
+from benchmarks.rows import Row
 from benchmarks.slices import ORDERS, Sliced
 from counterpoint.measure.timing import relative_error
-from counterpoint.resources.controls import MAX_DELAY_S
 from counterpoint.runtime.delay import Delay
 
 D, POOLING, BAGS, ENTRIES = 256, 20, 8192, 1 << 20  # of a rank
+LATE, LATE_BAGS = "order of remote tasks", 1 << 16  # a hundredth of its time outlasts a launch
+CPU_S = 1e-2  # what an operator takes on CPU ranks, where nothing is measured
 SKEWS = (0, 1, 2, 5, 10)  # percent of the operator's time that the last rank is late
 SLICES = (1, 2, 4, 16, 64)
-PER_SM = (1, 2, 4, 8, 16)
+PER_SM = (1, 2, 4, 8, 9)  # 12 fit an SM, and a PeerKernel leaves 32 SMs to others
 FULL_GRID = "a program per task"
 BASELINE = "lookup + all-to-all"
 
@@ -42,7 +44,7 @@ def cases(_: int) -> list[Case]:
         *(_of(f"GEMM + all-to-all, {model.name}", experts.case_of(
             "matmul_all_to_all", model, 1024, "uniform")) for model in experts.MODELS),
     ]  # fmt: skip
-    return found + [sliced_case(name) for name in EXPERIMENTS]
+    return found + [sliced_case(name, LATE_BAGS if name == LATE else BAGS) for name in EXPERIMENTS]
 
 
 def _of(name: str, case: Case) -> Case:
@@ -72,8 +74,10 @@ def arms(case: Case, bench: Bench) -> Arms:
         return sliced_arms(case, bench)
     make, names = next(kept for word, kept in KEPT.items() if word in case.name)
     made = make(case, bench)
+    # one that cannot be captured loses no row of another
     return replace(made, calls={n: call for n, call in made.calls.items() if n in names},
-                   parts=[n for n in made.parts if n in names])  # fmt: skip
+                   parts=[n for n in made.parts if n in names],
+                   peers=[n for n in names if n != made.baseline])  # fmt: skip
 
 
 def sliced_arms(case: Case, bench: Bench) -> Arms:
@@ -100,11 +104,13 @@ def sliced_arms(case: Case, bench: Bench) -> Arms:
     wanted = want.permute(1, 0, 2).reshape(len(sample), -1)
     own_of = [call.call if isinstance(call, After) else call for call in calls.values()]
     made = {id(call): call for call in own_of if isinstance(call, Sliced)}
+    about: dict[str, Row] = {n: {"slices": c.slices, "programs_asked": c.work}
+                             for n, c in calls.items() if isinstance(c, Sliced)}  # fmt: skip
+    about |= {n: {"late_s": c.late_s} for n, c in calls.items() if isinstance(c, After)}
     return Arms(
         {BASELINE: serial} | calls, lambda _, y: [relative_error(y[sample], wanted)],
-        baseline=BASELINE, floor=4e-3, outputs=[got, *(call.out for call in made.values())],
-        nan_bytes=1 << 20, about={n: {"slices": c.slices, "programs_asked": c.work}
-                                  for n, c in calls.items() if isinstance(c, Sliced)},
+        baseline=BASELINE, floor=4e-3, peers=[*calls], about=about, nan_bytes=1 << 20,
+        outputs=[got, *(call.out for call in made.values())],
     )  # fmt: skip
 
 
@@ -114,61 +120,50 @@ def by_slices(make: Callable[..., Sliced], _: Bench) -> dict[str, Call | str]:
 
 
 def by_programs(make: Callable[..., Sliced], bench: Bench) -> dict[str, Call | str]:
-    """Persistent grids that leave SMs to others, and a full grid: one program for each task."""
+    """Persistent grids, and a full grid: one program for each task."""
     sms = (
         torch.cuda.get_device_properties(bench.device).multi_processor_count if bench.on_gpu else 1
     )
-    persistent = {f"{n} programs per SM": make(programs=n * max(1, sms - 32)) for n in PER_SM}
+    persistent = {f"{n} programs per SM": make(programs=n * sms) for n in PER_SM}
     return persistent | {FULL_GRID: make(programs=None)}
 
 
 @dataclass(frozen=True)
 class After:
-    """A call that begins late.
+    """A call that begins late on one rank.
 
     Args:
         call: what is late.
         wait: lets its stream wait for seconds.
-        seconds: how late this rank is.
+        late_s: how late.
+        here: whether on this rank.
     """
 
     call: Sliced
     wait: Callable[[float], None]
-    seconds: float
+    late_s: float
+    here: bool
 
     def __call__(self, i: int) -> Tensor:
         """Wait, then launch."""
-        self.wait(self.seconds)
+        if self.here:
+            self.wait(self.late_s)
         return self.call(i)
 
 
 def by_order(make: Callable[..., Sliced], bench: Bench) -> dict[str, Call | str]:
     """Each order, with the last rank late by a share of what the operator takes."""
     each = {order: make(order) for order in ORDERS}
-    alone_s = _seconds(each[ORDERS[0]], bench)
+    alone = {"alone": each[ORDERS[0]]}
+    alone_s = bench.quick_s(alone, 8)["alone"] if bench.on_gpu else CPU_S
     wait: Callable[[float], None] = Delay(bench.device) if bench.on_gpu else time.sleep
-    late = bench.rank == bench.ranks - 1
-
-    def seconds(percent: int) -> float:
-        return min(alone_s * percent / 100, MAX_DELAY_S) if late else 0.0
-
-    return {f"{order}, {percent} % late": After(call, wait, seconds(percent))
+    here = bench.rank == bench.ranks - 1
+    return {f"{order}, {percent} % late": After(call, wait, alone_s * percent / 100, here)
             for percent in SKEWS for order, call in each.items()}  # fmt: skip
 
 
-def _seconds(call: Sliced, bench: Bench) -> float:
-    """Of one call, roughly, alike on all ranks."""
-    call(0)
-    bench.meet()
-    start_s = time.monotonic()
-    for i in range(10):
-        call(i)
-    bench.meet()
-    return bench.most([(time.monotonic() - start_s) / 10])[0]
-
-
 EXPERIMENTS: dict[str, Callable[[Callable[..., Sliced], Bench], dict[str, Call | str]]] = {
-    "order of remote tasks": by_order, "programs": by_programs, "slices": by_slices,
+    LATE: by_order, "programs": by_programs, "slices": by_slices,
 }  # fmt: skip
 PAPER_FUSED = Benchmark(
     "paper_fused", cases, arms, host=False, rounds=15,

@@ -21,12 +21,12 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
-from benchmarks.declare import Bench, Benchmark, Case
+from benchmarks.declare import Bench, Benchmark, Case, WrongResultError
 from benchmarks.loop import COLLECTIVE_BYTES, NUM_ITERATIONS, Loop, Pair, alone_s, build, pairs
 from benchmarks.pictures import Axis, dots, place
 from benchmarks.resources import sweep, unshaped
 from benchmarks.rows import Row
-from counterpoint.errors import CounterpointError, UnsupportedError
+from counterpoint.errors import CounterpointError
 from counterpoint.measure import settings
 from counterpoint.measure.profile import traced
 from counterpoint.measure.timing import Times, rotate
@@ -76,6 +76,7 @@ class Way:
         self.loop, self.bench = loop, bench
         self.graphs = settings.Bench(loop.pipeline, "graph") if bench.on_gpu else None
         self.refused: dict[str, str] = {}
+        self.wrong: dict[str, str] = {}
         self.most_error = ERROR
 
     def __enter__(self) -> "Way":
@@ -88,14 +89,14 @@ class Way:
             self.graphs.__exit__()
 
     def timed(self, some: Sequence[Controls], rounds: int) -> dict[str, Times]:
-        """Checks each setting against fp64, then times all of them in one rotation.
+        """Checks each setting against fp64, then times those that are right in one rotation.
 
         Args:
-            some: the sequential one first: it says how far off the others may be.
+            some: the sequential one first: others may be off by twice as much.
             rounds: of the rotation.
 
         Raises:
-            CounterpointError: one is off by more than twice what the sequential one is.
+            WrongResultError: the sequential one is off.
         """
         if self.graphs is None:
             return self._by_call(some, rounds)
@@ -104,30 +105,43 @@ class Way:
     def _by_graph(
         self, graphs: settings.Bench, some: Sequence[Controls], rounds: int
     ) -> dict[str, Times]:
-        had = [controls for controls in some if graphs.able(controls)]
+        calls: dict[str, Callable[[], object]] = {}
+        for each in some:
+            if graphs.able(each):
+                with graphs.holding(each.spec):
+                    if self._right(each, graphs.call(each)):
+                        calls[each.spec] = graphs.call(each)
         self.refused.update(graphs.refused)
-        for each in had:
-            with graphs.holding(each.spec):
-                self._check(each, graphs.call(each))
-        calls = {each.spec: graphs.call(each) for each in had}
         return rotate(calls, group=self.bench.group, device=self.bench.device, rounds=rounds,
                       soak_s=0.5, around=graphs.holding)  # fmt: skip
 
     def _by_call(self, some: Sequence[Controls], rounds: int) -> dict[str, Times]:
         plain = [each for each in some if each in (OFF, SEQUENTIAL)]
         self.refused.update({c.spec: "this control needs a GPU" for c in some if c not in plain})
-        calls = {each.spec: Eager(self.loop.pipeline, each) for each in plain}
-        for each in plain:
-            self._check(each, calls[each.spec])
+        made = {each: Eager(self.loop.pipeline, each) for each in plain}
+        calls = {each.spec: call for each, call in made.items() if self._right(each, call)}
         return rotate(calls, group=self.bench.group, device=self.bench.device, rounds=rounds,
                       soak_s=0.0)  # fmt: skip
 
-    def _check(self, controls: Controls, call: Any) -> None:
+    def _right(self, controls: Controls, call: Any) -> bool:
+        """Whether its result is, on all ranks; else it is among those that are `wrong`."""
         error = self.loop.check(call)
         if controls == SEQUENTIAL:
             self.most_error = min(2 * error, ERROR)
-        if not error <= self.most_error:
-            raise CounterpointError(f"{controls.spec}: off by {error:.2e} against fp64")
+        if error <= self.most_error:
+            return True
+        text = f"off by {error:.2e} against fp64, at most {self.most_error:.2e}"
+        if controls == SEQUENTIAL:
+            raise WrongResultError(f"{controls.spec}: {text}", [])
+        self.bench.say(f"without {controls.spec}: {text}")
+        self.wrong[controls.spec] = text
+        return False
+
+    def why_not(self, controls: Controls) -> Row:
+        """Why a setting has no times."""
+        if controls.spec in self.wrong:
+            return {"refused": self.wrong[controls.spec], "wrong": True}
+        return {"refused": self.refused[controls.spec]}
 
 
 def rows_of(case: Case, bench: Bench) -> list[Row]:
@@ -151,7 +165,7 @@ def _rows_of(way: Way, pair: Pair, bench: Bench) -> list[Row]:
     sequential = times[SEQUENTIAL.spec]
     for name, controls in arms.items():
         if controls.spec not in times:
-            rows.append({"arm": name, "refused": way.refused[controls.spec]})
+            rows.append({"arm": name} | way.why_not(controls))
             continue
         t = times[controls.spec]
         rows.append({
@@ -226,7 +240,7 @@ def _rates(graphs: settings.Bench, arms: dict[str, Controls], bench: Bench) -> d
             with graphs.holding(controls.spec):
                 _, content = traced(graphs.call(controls))
             rate = overlap_rate(activities(content))
-        except (CounterpointError, UnsupportedError) as error:
+        except (CounterpointError, RuntimeError, ValueError) as error:  # times are there already
             bench.say(f"no trace of {controls.spec}: {error}")
             rate = float("inf")
         (lost,) = bench.most([-rate])

@@ -3,13 +3,13 @@
     counterpoint bench thread_blocks --paper --part 1/4 --out folder        # 2 GPUs
 
 The GEMM's grid is free, X x Y blocks that share out all tiles. From FULL blocks on a loop has the
-published size, with fewer an eighth of it: one would take seconds.
+published size, with fewer an eighth of it: one would take seconds. A part has all grids of two
+pairs, the smallest grid of both first.
 """
 
-import gc
 from collections.abc import Mapping
+from itertools import product
 from pathlib import Path
-from typing import Any
 
 from benchmarks.declare import Bench, Benchmark, Case
 from benchmarks.loop import NUM_ITERATIONS, Pair, build, pairs
@@ -28,44 +28,38 @@ ROUNDS = 3
 
 
 def cases(_: int) -> list[Case]:
-    """The paper's pairs and tiles; two of them are a part that takes less than nine minutes."""
-    return [case_of(pair) for pair in pairs(KERNELS)]
+    """All pairs at each grid: rows of a grid are written before the next one runs."""
+    return [case_of(pair, grid) for grid, pair in product(GRIDS, pairs(KERNELS))]
 
 
-def case_of(pair: Pair) -> Case:
-    """A pair, at all grids."""
-    return Case(pair.label, {"pair": pair.label, "gemm": pair.gemm, "kernel": pair.kernel,
-                             "collective": pair.collective})  # fmt: skip
+def case_of(pair: Pair, grid: tuple[int, int]) -> Case:
+    """A pair at a grid."""
+    x, y = grid
+    return Case(f"{pair.label}, {x} x {y} blocks", {
+        "pair": pair.label, "gemm": pair.gemm, "kernel": pair.kernel,
+        "collective": pair.collective, "grid": [x, y], "blocks": x * y,
+        "scale": 1 if x * y >= FULL else SMALLER, "iterations": NUM_ITERATIONS})  # fmt: skip
 
 
 def rows_of(case: Case, bench: Bench) -> list[Row]:
-    """A row for each grid and arm; seconds are for all iterations."""
-    rows: list[Row] = []
-    for grid in GRIDS:
-        blocks = grid[0] * grid[1]
-        scale = 1 if blocks >= FULL else SMALLER
-        bench.say(f"{grid[0]} x {grid[1]} blocks")
-        pair = Pair(case["gemm"], case["kernel"], case["collective"], scale, grid)
-        with Way(build(pair, bench), bench) as way:
-            times = way.timed([*ARMS.values()], bench.rounds or ROUNDS)
-        sequential = times[SEQUENTIAL.spec]
-        facts: dict[str, Any] = {
-            "grid": list(grid), "blocks": blocks, "scale": scale, "iterations": NUM_ITERATIONS,
-            "mode": "graph" if bench.on_gpu else "eager",
-        }  # fmt: skip
-        for name, controls in ARMS.items():
-            found: Row = {"arm": name, "refused": way.refused.get(controls.spec, "")}
-            if controls.spec in times:
-                t = times[controls.spec]
-                found = {
-                    "arm": name, "controls": controls.spec, "median_s": t.median_s,
-                    "p20_s": t.quantile_s(2), "p80_s": t.quantile_s(8), "rounds": len(t.rounds_s),
-                    "time_ratio": 1 / t.ratio_of(sequential)[0],
-                }  # fmt: skip
-            rows.append(found | facts)
-        del way
-        bench.meet()  # no rank frees what another one still writes to
-        gc.collect()
+    """A row for each arm; seconds are for all iterations."""
+    x, y = case["grid"]
+    pair = Pair(case["gemm"], case["kernel"], case["collective"], case["scale"], (x, y))
+    with Way(build(pair, bench), bench) as way:
+        times = way.timed([*ARMS.values()], bench.rounds or ROUNDS)
+    mode, rows = "graph" if bench.on_gpu else "eager", list[Row]()
+    for name, controls in ARMS.items():
+        found: Row = {"arm": name, "mode": mode}
+        if controls.spec in times:
+            t = times[controls.spec]
+            found |= {
+                "controls": controls.spec, "median_s": t.median_s, "p20_s": t.quantile_s(2),
+                "p80_s": t.quantile_s(8), "rounds": len(t.rounds_s),
+                "time_ratio": 1 / t.ratio_of(times[SEQUENTIAL.spec])[0],
+            }  # fmt: skip
+        else:
+            found |= way.why_not(controls)
+        rows.append(found)
     return rows
 
 
@@ -86,5 +80,5 @@ def pictures(found: Mapping[int, list[Row]], images: Path) -> None:
 
 PAPER_THREAD_BLOCKS = Benchmark(
     "paper_thread_blocks", cases, rows=rows_of, unit="ms", pictures=pictures,
-    short=lambda case: case.name == "cb Triton 64x64x32 + all-to-all",
+    short=lambda case: case["pair"] == "cb Triton 64x64x32 + all-to-all",
 )  # fmt: skip

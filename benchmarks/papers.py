@@ -12,7 +12,7 @@ from benchmarks import paper_findings as found
 from benchmarks.options import LIMIT_S
 from benchmarks.paper_findings import ELSEWHERE, Found, never
 from benchmarks.pictures import shown
-from benchmarks.rows import RESULTS, Row
+from benchmarks.rows import KINDS, RESULTS, Row
 from benchmarks.tables import grid, source
 
 INTRO = (
@@ -99,7 +99,8 @@ def _file_of(benchmark: str) -> str:
     if not benchmark:
         return "-"
     name = benchmark.replace("_", "-")
-    found = sorted(p.name for p in RESULTS.glob(f"{name}-[0-9]*x-h200.jsonl"))
+    every = (sorted(p.name for p in RESULTS.glob(f"{name}-[0-9]*x-{kind}.jsonl")) for kind in KINDS)
+    found = next(filter(None, every), [])
     return f"`{found[-1]}`" if found else "-"
 
 

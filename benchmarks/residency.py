@@ -11,7 +11,7 @@ from typing import NamedTuple
 from benchmarks.declare import Section
 from benchmarks.loop import COLLECTIVE_BYTES, SHAPES, TRITON
 from benchmarks.pictures import Axis, curves, place, shown
-from benchmarks.rows import Row, results
+from benchmarks.rows import Row, kind_of, results
 from benchmarks.sharing import in_graph
 from benchmarks.tables import measured
 from counterpoint import presets
@@ -93,9 +93,11 @@ def sharing_of(gemm: str, tile: str, collective: str, compute_s: float, comm_s: 
 
 
 def swept(found: Mapping[int, list[Row]]) -> list[Swept]:
-    """The sweeps of rows, and of those of the paper's experiment; full size, NCCL as it is."""
+    """The sweeps of rows, and of those of the paper's experiment on that GPU; full size, NCCL as it
+    is."""
     every = _swept(found)
-    theirs = results("paper_resources")
+    gpu = kind_of(next(iter(found.values()))[0]["gpu"])
+    theirs = results("paper_resources", gpu=gpu)
     own = {n: [r for r in rows if not r["nccl_threads"]] for n, rows in theirs.items()}
     return every + _swept(own)
 

@@ -25,7 +25,7 @@ import torch
 import counterpoint as cp
 from benchmarks import options
 from benchmarks.choice import forget_tuned
-from benchmarks.declare import Arms, Bench, Benchmark, Call, Case
+from benchmarks.declare import Arms, Bench, Benchmark, Call, Case, WrongResultError
 from benchmarks.rows import Row, kind_of
 from counterpoint.cli.launch import nccl_group, too_few_gpus, torchrun, under_torchrun
 from counterpoint.errors import CounterpointError, InputError
@@ -56,7 +56,8 @@ def measured(benchmark: Benchmark, case: Case, bench: Bench) -> list[Row]:
     """Check and time one case; all ranks call this, and all get its rows.
 
     Raises:
-        CounterpointError: an arm computed something else than fp64 says; nothing was timed.
+        WrongResultError: an arm computed something else than fp64 says. It was not timed; the
+            others were, unless it is one that they are held against.
     """
     bench.seeded(sum(case.name.encode()))
     if benchmark.rows is not None:
@@ -66,14 +67,19 @@ def measured(benchmark: Benchmark, case: Case, bench: Bench) -> list[Row]:
         assert benchmark.arms is not None, f"{benchmark.name} has neither arms nor rows"
         arms = benchmark.arms(case, bench)
         calls, rows = _had(arms, bench)
-        errors = checked(f"{benchmark.name} {case.name}", arms, calls, bench)
+        errors, wrong = checked(f"{benchmark.name} {case.name}", arms, calls, bench)
+        calls = {name: call for name, call in calls.items() if name not in wrong}
+        rows += [{"arm": name, "refused": text, "wrong": True} for name, text in wrong.items()]
         rows += _timed(benchmark, arms, calls, errors, bench)
         bench.meet()
         arms.close()
         facts = {"bytes": benchmark.moved(case, bench.ranks)} | dict(arms.facts)
     facts = {"table": benchmark.name, "case": case.name, "ranks": bench.ranks} | dict(facts)
     facts |= record.environment()
-    return [{**row, **case.facts, **facts} for row in rows]
+    rows = [{**row, **case.facts, **facts} for row in rows]
+    if wrong := [f"{row['arm']}: {row['refused']}" for row in rows if row.get("wrong")]:
+        raise WrongResultError(f"{benchmark.name} {case.name}, {'; '.join(wrong)}", rows)
+    return rows
 
 
 def _had(arms: Arms, bench: Bench) -> tuple[dict[str, Call], list[Row]]:
@@ -90,16 +96,20 @@ def _had(arms: Arms, bench: Bench) -> tuple[dict[str, Call], list[Row]]:
 
 def checked(
     what: str, arms: Arms, calls: Mapping[str, Call], bench: Bench
-) -> dict[str, list[float]]:
+) -> tuple[dict[str, list[float]], dict[str, str]]:
     """Errors of all arms with a result, of the worst rank; memory is full of NaN before each.
 
+    Returns:
+        The errors, and which arms are off by more than twice what they are held against.
+
     Raises:
-        CounterpointError: the baseline is off by more than rounding, or another arm by more than
-            twice as much; or so of one that others are held against.
+        WrongResultError: the baseline is off by more than rounding, or another arm that others are
+            held against.
     """
     bases = {arms.baseline, *arms.against.values()}
     names = sorted((n for n in calls if n not in arms.parts), key=lambda n: n not in bases)
     found: dict[str, list[float]] = {}
+    wrong: dict[str, str] = {}
     for name in names:
         for output in arms.outputs:
             output.fill_(torch.nan)
@@ -112,10 +122,12 @@ def checked(
             limits = [max(2 * error, arms.floor) for error in base]
         if any(not error <= limit for error, limit in zip(errors, limits, strict=True)):
             told = [", ".join(f"{e:.1e}" for e in each) for each in (errors, limits)]
-            raise CounterpointError(
-                f"{what}, {name}: off by {told[0]} against fp64, at most {told[1]}"
-            )
-    return found
+            wrong[name] = f"off by {told[0]} against fp64, at most {told[1]}"
+            bench.say(f"without {name}: {wrong[name]}")
+            if name in bases:
+                arms.close()
+                raise WrongResultError(f"{what}, {name}: {wrong[name]}", [])
+    return found, wrong
 
 
 def _timed(
@@ -233,11 +245,19 @@ def run(
     benchmark: Benchmark, cases: Sequence[Case], bench: Bench, out: Path | None,
     say: Callable[[str], None],
 ) -> list[Row]:  # fmt: skip
-    """Measure the cases one after another; rank 0 writes the rows of each as soon as it has
-    them."""
+    """Measure the cases one after another; rank 0 writes the rows of each as soon as it has them.
+
+    Raises:
+        WrongResultError: arms were wrong; all else was measured and written before.
+    """
     found: list[Row] = []
+    wrong: list[str] = []
     for i, case in enumerate(cases, 1):
-        rows = measured(benchmark, case, bench)
+        try:
+            rows = measured(benchmark, case, bench)
+        except WrongResultError as error:
+            rows = error.rows
+            wrong.append(str(error))
         bench.meet()  # no rank frees what another one still writes to
         if bench.rank == 0 and out is not None:
             record.append(out, rows)
@@ -246,6 +266,9 @@ def run(
         gc.collect()  # graphs, and what they point into
         if bench.on_gpu:
             torch.cuda.empty_cache()
+    if wrong:
+        bench.meet()  # the first rank that ends so ends the others: all is written
+        raise WrongResultError("; ".join(wrong), found)
     return found
 
 

@@ -79,6 +79,8 @@ def test_both_kernels_are_right_and_say_when_they_ran(pool: RankPool):
         assert (arms[name]["pairs"], arms[name]["share_beside"]) == (0, 0)
         assert arms[name]["error"] < 1e-5
         assert arms[name]["comm_blocks"] == INTERPRETED_BLOCKS
+        assert len(arms[name]["collective_after_s"]) == 2
+    assert all(s > 0 for s in arms[co_residency.BASELINE]["collective_after_s"])
     assert arms["matmul"]["blocks_per_sm"] == 4
 
 

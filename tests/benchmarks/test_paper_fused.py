@@ -12,6 +12,10 @@ from rankpool import RankPool
 from benchmarks import decode, embedding, expert_tensors, experts, paper_fused, slices
 from benchmarks.declare import Bench, Case
 from benchmarks.runner import measured
+from counterpoint import presets
+from counterpoint.runtime.launch import RESERVED_SMS, Grid
+from counterpoint.runtime.limits import LIMITS
+from counterpoint.runtime.occupancy import Kernel, occupancy
 from counterpoint.testing import ptx
 
 SMALL = expert_tensors.Model("small", 2, 24, 16, 1)
@@ -36,7 +40,8 @@ def test_every_way_stores_the_same(pool: RankPool, experiment: str):
     ours = {name: row for name, row in timed.items() if name != paper_fused.BASELINE}
     assert len(ours) >= 5 and all(row["error"] < 1e-2 for row in timed.values())
     if experiment == "order of remote tasks":
-        assert "own first, 10 % late" in ours and len(ours) == 6
+        assert len(ours) == 6 and ours["own first, 0 % late"]["late_s"] == 0
+        assert ours["own first, 10 % late"]["late_s"] == 0.1 * paper_fused.CPU_S
     if experiment == "programs":  # tasks: three of each rank
         assert ours[paper_fused.FULL_GRID]["programs_asked"] == 6
     if experiment == "slices":
@@ -134,8 +139,8 @@ def test_late_ranks_are_shares_of_the_operator():
     assert paper_fused.SKEWS[0] == 0 and max(paper_fused.SKEWS) == 10
 
 
-@pytest.mark.parametrize("capability", ptx.CAPABILITIES)
-def test_order_of_memory(capability: int):
+def made(capability: int) -> ptx.Compiled:
+    """The kernel of bags."""
     kernel = slices.bags_kernel
     types = dict.fromkeys(kernel.arg_names, "i32") | {
         "table_ptr": "*bf16", "indices_ptr": "*i32", "outs_ptr": "*i64", "counts_ptr": "*i32",
@@ -143,5 +148,19 @@ def test_order_of_memory(capability: int):
     }  # fmt: skip
     constants = {"WORLD": 2, "D": 256, "POOLING": 20, "ROWS": 8, "SLICES": 4, "ORDER": 0}
     types = {name: kind for name, kind in types.items() if name not in constants}
-    found = ptx.compiled(kernel, capability, types, constants, num_warps=4)
+    return ptx.compiled(kernel, capability, types, constants, num_warps=4)
+
+
+@pytest.mark.parametrize("capability", ptx.CAPABILITIES)
+def test_order_of_memory(capability: int):
+    found = made(capability)
     assert not ptx.wrong_order(found.ptx) and not found.spills
+
+
+def test_as_many_programs_are_launched_as_asked_for():
+    """On an H100 or an H200; where fewer fit, two arms would be the same."""
+    found, sms = made(90), presets.H200.device.num_sms
+    block = Kernel(128, found.registers, 0, found.dynamic_bytes)
+    resident = occupancy(block, LIMITS["sm_90"]).blocks * (sms - RESERVED_SMS)
+    for n in paper_fused.PER_SM:
+        assert Grid(n * sms).programs(resident) == n * sms

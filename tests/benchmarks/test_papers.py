@@ -62,10 +62,12 @@ def test_rows_of_the_paper_s_experiments_take_the_place_of_nothing(
 ):
     some = {"pair": "p", "kernel": "64x64x32", "ranks": 2}
     rows = [
-        some | {"arm": "priority", "time_ratio": ratio, "nccl_threads": threads,
-                "beside_blocks": blocks, "overlap_rate": rate}
-        for threads, blocks, ratio, rate in ((0, 0, 0.8, 0.6), (256, 5, 0.7, 0.9))
+        some | {"arm": "priority", "time_ratio": ratio, "nccl_threads": asked,
+                "comm_threads": threads, "beside_blocks": blocks, "overlap_rate": rate}
+        for asked, threads, blocks, ratio, rate in ((0, 544, 0, 0.8, 0.6), (256, 288, 5, 0.7, 0.9))
     ]  # fmt: skip
+    # of an all-to-all, that has as many threads as before
+    rows += [row | {"pair": "q", "comm_threads": 640, "beside_blocks": 0} for row in rows]
     grids = [
         some | {"arm": arm, "blocks": blocks, "time_ratio": ratio}
         for arm, ratios in {"overlap": (0.7, 1.0), "overlap, priority": (0.7, 0.8)}.items()
@@ -75,7 +77,7 @@ def test_rows_of_the_paper_s_experiments_take_the_place_of_nothing(
     monkeypatch.setattr(paper_findings, "results", lambda name="": files.get(name, {}))
     together = paper_findings.resident_together()
     assert together.verdict == "confirmed" and "TimeRatio 0.70 and 0.80" in together.text
-    assert "5 blocks" in together.text
+    assert "5 blocks" in together.text and together.text.endswith("1 pairs")
     assert paper_findings.rates().text.startswith("up to 90% (p, priority), mean 75%")
     assert paper_findings.figure() == Found(
         "TimeRatio 0.70 up to 132 blocks, 1.00 at 4096; there 0.80 with priority", "confirmed",
@@ -85,6 +87,15 @@ def test_rows_of_the_paper_s_experiments_take_the_place_of_nothing(
     assert paper_findings.resident_together().verdict == "not measured"
 
 
+def test_rows_are_in_the_file_of_their_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(papers, "RESULTS", tmp_path)
+    assert papers._file_of("paper_fused") == "-"
+    for name in ("paper-fused-2x-h100", "paper-fused-4x-h100", "ficco-1x-h100", "ficco-1x-h200"):
+        (tmp_path / f"{name}.jsonl").touch()
+    assert papers._file_of("paper_fused") == "`paper-fused-4x-h100.jsonl`"
+    assert papers._file_of("ficco") == "`ficco-1x-h200.jsonl`"
+
+
 def test_stamps_of_blocks(monkeypatch: pytest.MonkeyPatch):
     rows: list[Row] = [
         {"arm": "matmul first", "blocks_per_sm": n, "comm_blocks": 32, "pairs": 4 * beside,
@@ -92,7 +103,8 @@ def test_stamps_of_blocks(monkeypatch: pytest.MonkeyPatch):
         for n, beside, ratio in ((7, 0, 1.0), (4, 32, 1.31))
     ]  # fmt: skip
     rows += [{"arm": "matmul", "median_s": 1.0}, {"arm": "collective first", "pairs": 9}]
-    monkeypatch.setattr(paper_findings, "results", lambda _: {2: rows})
+    older = rows[0] | {"blocks_beside": 1}  # measured once more since
+    monkeypatch.setattr(paper_findings, "results", lambda _: {2: [older, *rows]})
     assert paper_findings.stamped() == Found(
         "beside so many blocks of a 64x64x32 matmul per SM: 7: 0 of 32 blocks, 0% of their time, "
         "1.00x over one after the other, 4: 32 of 32 blocks, 100% of their time, 1.31x over one "

@@ -71,6 +71,19 @@ def test_a_quick_look_is_no_measurement():
     assert not residency.swept({2: rows_of(Pair("cb", "64x64x32", "all_reduce", scale=8))})
 
 
+def test_rows_of_another_gpu_are_in_no_table_of_this_one(monkeypatch: pytest.MonkeyPatch):
+    asked: list[str] = []
+
+    def theirs(_: str, gpu: str = "") -> dict[int, list[Row]]:
+        asked.append(gpu)
+        return {2: [row | {"nccl_threads": 0} for row in FIT]} if gpu == "h100" else {}
+
+    monkeypatch.setattr(residency, "results", theirs)
+    assert len(residency.swept({4: FIT})) == 3
+    h100 = [row | {"gpu": "NVIDIA H100 80GB HBM3"} for row in FIT]
+    assert len(residency.swept({4: h100})) == 6 and asked == ["h200", "h100"]
+
+
 def test_it_meets_its_bars_on_the_committed_rows():
     pairs = residency.swept(results("resources"))
     constants = residency.fit([pair for pair in pairs if pair.fitted])

@@ -135,8 +135,11 @@ def test_what_is_wrong_is_refused_on_all_ranks(pool: RankPool, tmp_path: Path, p
     with pytest.raises(RankError) as raised:
         pool.run(rows_of, 2, planted, str(tmp_path))
     text = str(raised.value)
-    assert text.count(f"CounterpointError: planted one shape, {planted}: off by") == 2
-    assert not (tmp_path / "rows.jsonl").exists(), "nothing was timed"
+    assert text.count(f"WrongResultError: planted one shape, {planted}: off by") == 2
+    written = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    (wrong,) = (row for row in written if row["arm"] == planted)
+    assert "median_s" not in wrong and wrong["refused"].startswith("off by")
+    assert {r["arm"] for r in written if "median_s" in r} == {"serial", "slow", "half"}
 
 
 def test_a_baseline_that_is_off_is_refused(pool: RankPool):
