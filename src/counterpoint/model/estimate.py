@@ -17,7 +17,7 @@ from counterpoint.errors import PlanError
 from counterpoint.machine import Machine
 from counterpoint.machine_of import MachineLike, machine_of
 from counterpoint.model.slowest_rank import MAX_RANKS, slowest_rank
-from counterpoint.model.work import Work, works
+from counterpoint.model.work import Work, receiver, works
 from counterpoint.plan.bind import BoundStep, Program, bind
 from counterpoint.plan.launches import HELD_BACK_S, batches, held_back, in_no_graph
 from counterpoint.plan.steps import Plan
@@ -155,7 +155,7 @@ class _Rank:
         for i in self.held_back:
             self.work_s[i] += HELD_BACK_S
         self.beside_copy = [work.beside_copy for work in found]
-        self.into = [_into(bound) for bound in program.steps]
+        self.into = [receiver(bound) for bound in program.steps]
         self.ended = [False] * len(program.steps)
         lanes: dict[str, list[int]] = {}
         main_lane = program.plan.lanes[0].name
@@ -307,19 +307,3 @@ class _Simulation:
         slowness = self.costs.copy_beside_matmul if "matmul" in kinds else 1.0
         # what comes to one rank from several shares its link
         return slowness * max(into[rank.into[lane.current]], 1)
-
-
-def _into(bound: BoundStep) -> int:
-    """The peer that more than half of a copy step goes to; -1 for none, and for other steps.
-
-    The others of a batch then count as if they went there too.
-    """
-    cells: Counter[int] = Counter()
-    for part in bound.parts if bound.step.kind == "copy" else ():
-        if part.reads[0].rank != part.write.rank:
-            rows, cols = part.write.shape
-            cells[part.write.rank] += rows * cols
-    if not cells:
-        return -1
-    peer = max(cells, key=cells.__getitem__)
-    return peer if 2 * cells[peer] > cells.total() else -1

@@ -1,5 +1,6 @@
 """What each step of a plan takes on a machine, by the closed forms of `Costs`."""
 
+from collections import Counter
 from typing import NamedTuple
 
 from counterpoint.costs import Collective, Tiles, own_matmul
@@ -230,3 +231,19 @@ def _routed_bytes(bound: BoundStep, plan: Plan) -> int:
     if plan.buffer(bound.step.writes[0].buffer).space == "output":  # a row of each token
         written = round(written * once(p, p.ranks))
     return read + written
+
+
+def receiver(bound: BoundStep) -> int:
+    """The peer that more than half of a copy step goes to; -1 for none, and for other steps.
+
+    The others of a batch then count as if they went there too.
+    """
+    cells: Counter[int] = Counter()
+    for part in bound.parts if bound.step.kind == "copy" else ():
+        if part.reads[0].rank != part.write.rank:
+            rows, cols = part.write.shape
+            cells[part.write.rank] += rows * cols
+    if not cells:
+        return -1
+    peer = max(cells, key=cells.__getitem__)
+    return peer if 2 * cells[peer] > cells.total() else -1

@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import chain
 
-from counterpoint.plan import direct, finer, grading, islands
+from counterpoint.plan import direct, finer, grading, island_matmuls, islands
 from counterpoint.plan.bind import Box
 from counterpoint.plan.definition import bias, gathered
 from counterpoint.plan.makespan import finer_s, gather_s
@@ -164,7 +164,7 @@ def filled(p: Problem) -> Mapping[str, object]:
 
 def of_islands(p: Problem, grid: islands.Grid) -> Plan:
     """Rows of other islands as they come."""
-    return islands.gather(p, grid, operands(p), partial(matmuls, p))
+    return island_matmuls.gather(p, grid, operands(p), partial(matmuls, p))
 
 
 def candidates(p: Problem) -> tuple[str, ...]:

@@ -1,20 +1,17 @@
 """The family "islands": ranks on several islands, with NICs alone between them.
 
-What goes to another island goes once: to the rank of the same place in it, a rail, while this
-island's shards are multiplied. What has come is passed on inside, by copy engines. A reduce-scatter
-is the mirror of that: what another island owns is multiplied first and summed inside this one, and
-one block of it is sent.
+What goes to another island goes once: to the rank of the same place in it, a rail. What has come is
+passed on inside, by copy engines. For what is multiplied meanwhile see `island_matmuls`.
 
 Distances are of a grid: (islands on, places on within one). Each shard of another island comes in
 `chunks`, so that the last one is passed on and multiplied while none is on its way.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from itertools import islice
 
 from counterpoint.machine import LinkSpec
-from counterpoint.plan.names import COMPUTE, COPY, SIGNAL, Y, with_bias
+from counterpoint.plan.names import COMPUTE, COPY, SIGNAL
 from counterpoint.plan.operation import Family, Options
 from counterpoint.plan.peers import Chunk, cuts
 from counterpoint.plan.steps import ME, Buffer, Lane, Peer, Plan, Region, Signal, Space, Step
@@ -25,8 +22,6 @@ SUM = Lane("sum", "sm", priority=-1)
 CHUNKS = 4
 MOST_PIECES = 64  # of what comes to a rank, where plans are weighed
 OWN: tuple[Peer, ...] = ((0, 0),)
-
-Matmuls = Callable[..., tuple[Step, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,29 +116,6 @@ def refusal_of_sum(p: Problem) -> str:
     return refusal(p) or ("" if p.equal_rows else "equal rows on all ranks")
 
 
-def gather(p: Problem, grid: Grid, buffers: tuple[Buffer, ...], matmuls: Matmuls) -> Plan:
-    """An all-gather beside its matmuls: own rows first, those of other islands as they come.
-
-    Args:
-        buffers: the user's.
-        matmuls: steps of the compute lane: name, region of x, region of y, after=, waits=.
-    """
-    given = [*giving(grid, Region("x"), grid.opened)]
-    exchanges = iter([step for step in given if step.kind == "exchange"])
-    copies = iter([step for step in given if step.kind == "copy"])
-    # each exchange stands before the matmul that begins with it, and would leave it no SM
-    steps = [*grid.opening(), next(exchanges)]
-    steps += matmuls("matmul_own", Region("x"), Region("y", ME, OWN))
-    steps += islice(copies, len(grid.near))
-    for name, shards, chunk, after, waits in arrivals(grid, grid.opened):
-        if name != "near":
-            steps += [*islice(copies, len(grid.near)), *islice(exchanges, 1)]
-        there = (Region(b, ME, shards, chunk) for b in ("full", "y"))
-        steps += matmuls(f"matmul_{name}", *there, after=after, waits=waits)
-    full = Buffer("full", (p.m, p.k), p.dtype, grid.space, split=True)
-    return plan_of(p, grid, (*buffers, full), steps)
-
-
 def giving(grid: Grid, own: Region, after: tuple[str, ...]) -> Iterator[Step]:
     """My rows into `full` of all ranks: to rails by the NIC, to peers, what has come to peers."""
     full, part = f"full{grid.part}", grid.part
@@ -179,89 +151,6 @@ def arrivals(grid: Grid, first: tuple[str, ...] = ()) -> Iterator[Arrival]:
         shards = tuple((-d, -place) for place in range(grid.size))
         given = (f"give_{name}{grid.part}",)
         yield f"far_{name}", shards, chunk, given, grid.waits(d, chunk[0])
-
-
-def scatter(
-    p: Problem, grid: Grid, buffers: tuple[Buffer, ...], matmuls: Matmuls, y: Region = Y
-) -> Plan:
-    """A reduce-scatter beside its matmuls: others' rows first, summed inside, sent as one block.
-
-    A slot is for the partial rows of (islands on, places on) from that place: own rows of an island
-    d on are summed where they were computed, and what comes from an island d back takes their slot.
-
-    Args:
-        buffers: the user's.
-        matmuls: steps of the compute lane: name, region of x, region of the product.
-        y: own rows of the result.
-    """
-    steps = [*grid.opening()]
-    for d, name, chunk in grid.pieces:
-        shards = tuple((d, place) for place in range(grid.size))
-        steps += matmuls(f"matmul_far_{name}", *_rows(shards, chunk))
-        computed, own = steps[-1].name, Region("partial", ME, ((d, 0),), chunk)
-        opened = grid.opened if (d, chunk[0]) == (1, 0) else ()
-        steps += _pushed(grid, d, name, chunk, (computed, *opened))
-        if grid.size > 1:
-            slots = (Region("slots", ME, ((d, -place),), chunk) for place in grid.near)
-            waits = grid.waits(d, chunk[0])
-            steps.append(Step(f"sum_{name}", "sum", "reduce", (*slots, own), (own,),
-                              (computed, *opened), waits))  # fmt: skip
-        come = Region("slots", ME, ((-d, 0),), chunk)
-        steps.append(exchange(f"send_{name}", d, own, come, (steps[-1].name,)))
-    if grid.size > 1:
-        steps += matmuls("matmul_near", *_rows(tuple((0, place) for place in grid.near)))
-        steps += _pushed(grid, 0, "0", (0, 1), (steps[-1].name,))
-    sent = next(step.name for step in reversed(steps) if step.kind == "exchange")
-    steps += matmuls("matmul_own", *_rows(OWN))
-    slots = [(0, -place) for place in grid.near] + [(-d, 0) for d in grid.far]
-    added, args = with_bias(p)
-    reads = (*(Region("slots", ME, (each,)) for each in slots), Region("partial", ME, OWN), *added)
-    steps.append(Step("reduce", "compute", "reduce", reads, (y,), (sent,),
-                      grid.waits(), args=args))  # fmt: skip
-    partial = Buffer("partial", (p.m, p.n), p.dtype, "scratch", split=True)
-    inbox = Buffer("slots", (p.m, p.n), p.dtype, grid.space, split=True, holds="slots")
-    return plan_of(p, grid, (*buffers, partial, inbox), steps)
-
-
-def _rows(shards: tuple[Peer, ...], chunk: Chunk = (0, 1)) -> tuple[Region, Region]:
-    """Of x, and of its product."""
-    return Region("x", ME, shards, chunk), Region("partial", ME, shards, chunk)
-
-
-def _pushed(
-    grid: Grid, d: int, name: str, chunk: Chunk, computed: tuple[str, ...]
-) -> Iterator[Step]:
-    """Partial rows of each rank of the island d on to the one of its place in this island."""
-    for place in grid.near:
-        source = Region("partial", ME, ((d, place),), chunk)
-        target = Region("slots", (0, place), ((d, 0),), chunk)
-        after = computed if place == 1 else ()
-        told = grid.told(place, d, chunk[0])
-        yield copied(grid, f"push_{name}_{place}", source, target, after, told)
-
-
-def all_reduce(
-    p: Problem, grid: Grid, buffers: tuple[Buffer, ...], matmuls: Matmuls, last: Iterable[Step]
-) -> Plan:
-    """A reduce-scatter beside its matmuls, whose sums go on to all ranks.
-
-    Args:
-        buffers: the user's.
-        matmuls: as of `scatter`.
-        last: what is done when all are there.
-    """
-    shares = replace(p, op="matmul_reduce_scatter", bias=False)
-    own = Region("y", ME, OWN)
-    first = scatter(shares, grid, buffers, matmuls, own)
-    again = replace(grid, first_slot=first.num_slots)
-    steps = [*first.steps, *giving(again, own, ("reduce",))]
-    for name, shards, chunk, after, waits in arrivals(again):
-        source, target = (Region(b, ME, shards, chunk) for b in ("full", "y"))
-        steps.append(Step(f"take_{name}", "compute", "move", (source,), (target,), after, waits))
-    pushed = (f"push_{grid.size - 1}",) if grid.size > 1 else ()
-    steps += (replace(step, after=pushed) for step in last)
-    full = Buffer("full", (p.m, p.n), p.dtype, grid.space, split=True)
-    return plan_of(p, grid, (*first.buffers, full), steps)
 
 
 def exchange(name: str, d: int, source: Region, target: Region, after: tuple[str, ...]) -> Step:

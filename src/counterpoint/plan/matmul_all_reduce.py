@@ -7,7 +7,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from counterpoint.machine import Machine
-from counterpoint.plan import direct, fused_sum, islands, matmul_reduce_scatter, running_sum
+from counterpoint.plan import (
+    direct,
+    fused_sum,
+    island_matmuls,
+    islands,
+    matmul_reduce_scatter,
+    running_sum,
+)
 from counterpoint.plan.bind import Box
 from counterpoint.plan.definition import bias, reduced
 from counterpoint.plan.names import (
@@ -130,7 +137,7 @@ def _gathered(p: Problem, scatter: Plan, order: Order, chunks: int) -> Plan:
 
 
 def _of_islands(p: Problem, grid: islands.Grid) -> Plan:
-    return islands.all_reduce(p, grid, operands(p), _multiplied, _biased(p))
+    return island_matmuls.all_reduce(p, grid, operands(p), _multiplied, _biased(p))
 
 
 def _multiplied(

@@ -12,7 +12,16 @@ from functools import partial
 from itertools import chain
 
 from counterpoint.machine import Machine
-from counterpoint.plan import direct, finer, fused_sum, grading, islands, names, running_sum
+from counterpoint.plan import (
+    direct,
+    finer,
+    fused_sum,
+    grading,
+    island_matmuls,
+    islands,
+    names,
+    running_sum,
+)
 from counterpoint.plan.bind import Box
 from counterpoint.plan.definition import bias, scattered
 from counterpoint.plan.makespan import finer_s, scatter_s
@@ -159,7 +168,7 @@ def _push(order: Order, d: int, suffix: str, chunk: Chunk, after: tuple[str, ...
 
 def of_islands(p: Problem, grid: islands.Grid) -> Plan:
     """Rows of other islands first, summed inside this one."""
-    return islands.scatter(p, grid, operands(p), _multiplied(p))
+    return island_matmuls.scatter(p, grid, operands(p), _multiplied(p))
 
 
 def _in_a_ring(p: Problem, options: Options, machine: Machine) -> Plan:
