@@ -189,7 +189,7 @@ def _captured(
     found: dict[str, Arm | str] = {}
     for name, call in calls.items():
         if name in arms.waits:
-            found[name] = "its host waits for the GPU"
+            found[name] = "its host takes part in each call"
             continue
         try:
             found[name] = captured(call, per, arms.pool)[0]

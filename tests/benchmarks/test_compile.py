@@ -275,5 +275,5 @@ def test_a_peer_that_one_rank_cannot_capture_is_left_out_on_all(pool: RankPool):
 
 
 def test_an_arm_whose_host_waits_is_left_out_of_graphs_untried(pool: RankPool):
-    why = {"arm": "torch", "mode": "graph", "refused": "its host waits for the GPU"}
+    why = {"arm": "torch", "mode": "graph", "refused": "its host takes part in each call"}
     assert pool.run(captures, 1, (), ("torch",)) == [(["ours"], [why])]
