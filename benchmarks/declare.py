@@ -64,7 +64,7 @@ class Arms:
             off by `limit`, as the baseline.
         peers: arms that are left out of graphs if they cannot be captured: those of others, those
             whose host may have to wait, and those that were never captured before.
-        waits: arms whose host waits for the GPU in each call, which no graph can have.
+        waits: arms whose host waits for the GPU in each call, or lays it out: no graph has them.
         floor: an error that rounding alone explains.
         limit: an error of the baseline above which nothing is timed.
         outputs: tensors that are full of NaN before each check.

@@ -199,9 +199,10 @@ def _captured(
 ) -> tuple[dict[str, Arm], list[Row]]:
     """Replays of all arms that all ranks can capture; and rows of those that some rank cannot."""
     found: dict[str, Arm | str] = {}
-    for name, call in calls.items():
+    # behind a capture that has failed torch may take no other one: those that may fail come last
+    for name, call in sorted(calls.items(), key=lambda each: each[0] in arms.peers):
         if name in arms.waits:
-            found[name] = "its host waits for the GPU"
+            found[name] = "its host takes part in each call"
             continue
         try:
             found[name] = captured(call, per, arms.pool)[0]

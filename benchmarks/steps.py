@@ -17,9 +17,10 @@ Experts, of tokens whose experts are known:
     torch, counts  the same, counts that the host has known before: no wait, no exchange of them
     torchtitan     the layer as torchtitan writes it: see titan.py
 
-Steps are captured in CUDA graphs, but for those whose host waits; and called singly, the host some
-15 ms ahead when an arm begins, so that what it takes to enqueue a step shows only where an arm
-waits for the GPU. Batches take turns. Beside each: its compute alone and its communication alone,
+Steps are captured in CUDA graphs, but for those in which the host takes part: it waits for counts,
+or says where new gradients of tables lie. All are called singly, too, the host some 15 ms ahead
+when an arm begins, so that what it takes to enqueue a step shows only where an arm waits for the
+GPU. Batches take turns. Beside each: its compute alone and its communication alone,
 the shorter of which is what hiding can save at most."""
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,6 +1,7 @@
 """The arms of each benchmark on CPU ranks, at small sizes: all are right, and give rows."""
 
 import warnings
+from math import isnan
 from typing import Any
 
 import pytest
@@ -34,6 +35,7 @@ from benchmarks.declare import Arms, Bench, Benchmark, Case
 from benchmarks.runner import measured
 from benchmarks.steps_dlrm import BOTH, IN_BACKWARD, STEP
 from benchmarks.steps_experts import WAITING, experts_arms
+from counterpoint.measure.timing import relative_error
 from counterpoint.ops import exchange_routes
 
 SMALL = expert_tensors.Model("small", 3, 24, 16, 2)
@@ -177,6 +179,18 @@ def test_steps_that_are_off_on_one_rank_are_refused(pool: RankPool, which: str, 
     with pytest.raises(RankError) as raised:
         pool.run(steps_of, 2, which, arm, timeout_s=120)
     assert str(raised.value).count(f"small, {arm}: off by") >= 1
+
+
+def test_a_step_is_off_beyond_what_rounding_explains():
+    """In bf16, steps smaller than half the distance of two numbers change nothing."""
+    before = torch.randn(1000, generator=torch.Generator().manual_seed(0)).bfloat16()
+    want = before.double().abs() * 1e-3
+    right = (before.double() + want).bfloat16()
+    assert relative_error(right.double() - before.double(), want) > 0.2
+    assert steps_dlrm.beyond_rounding(right, before, want) == 0
+    wrong = (before.double() + 60 * want).bfloat16()
+    assert 0.5 < steps_dlrm.beyond_rounding(wrong, before, 30 * want) < 1
+    assert isnan(steps_dlrm.beyond_rounding(right.fill_(torch.nan), before, want))
 
 
 def test_mlperf_tables_are_shared_by_their_work():
