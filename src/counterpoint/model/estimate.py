@@ -168,6 +168,10 @@ class _Rank:
             last = next(launch[0] for launch in batches(program) if main[-1] in launch)
             self.work_s[last] += SIDE_STARTS * machine.costs.kernel_s
 
+    def in_launch_order(self) -> list[_Lane]:
+        """Lanes that have steps yet, by the first of them: of those ready at once it is first."""
+        return sorted((lane for lane in self.lanes if lane.steps), key=lambda lane: lane.steps[0])
+
     def has_room(self, lane: _Lane, now_s: float) -> bool:
         """Whether the first step of a lane, ready now, has SMs: see `KERNELS`.
 
@@ -219,7 +223,7 @@ class _Simulation:
     def run(self) -> Iterator[Ran]:
         """Steps as they end."""
         while True:
-            while any(self._start(rank, lane) for rank in self.ranks for lane in rank.lanes):
+            while any(self._start(r, lane) for r in self.ranks for lane in r.in_launch_order()):
                 pass
             busy = [(r, lane) for r in self.ranks for lane in r.lanes if lane.current >= 0]
             if not busy:

@@ -8,6 +8,7 @@ Of several weights, dw_i = gather(x)^T dy_i, x is gathered once.
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain
 
 from counterpoint.machine import Machine
 from counterpoint.plan import islands
@@ -15,6 +16,7 @@ from counterpoint.plan.bind import Box
 from counterpoint.plan.compose import without_implied_edges
 from counterpoint.plan.definition import weight_gradient
 from counterpoint.plan.finer import after_exchange, exchange, slices
+from counterpoint.plan.island_matmuls import begun
 from counterpoint.plan.names import LANES, X, collective, in_one_lane, numbered
 from counterpoint.plan.operation import Family, Operation, Options, in_a_row
 from counterpoint.plan.peers import Order, orders
@@ -92,25 +94,34 @@ def sliced(p: Problem, options: Options, machine: Machine) -> Plan:
 def of_islands(p: Problem, grid: islands.Grid) -> Plan:
     """Likewise, of what goes to another island once.
 
-    Each slice has a `full` of its own, as what comes from another island has no gaps.
+    Each slice has a `full` of its own, as what comes from another island has no gaps. It is
+    multiplied beside the exchanges of the next one, or where it has to be passed on inside, of the
+    next but one.
     """
-    steps, fulls = [*grid.opening()], [*operands(p)]
+    given, products, fulls = list[list[Step]](), list[tuple[Step, ...]](), [*operands(p)]
     for i, cols in enumerate(slices(p.k, grid.chunks)):
         slot = i * grid.size * (grid.islands + 1)
         each = replace(grid, chunks=1, first_slot=slot, part=f"_{i}")
         own, full = Region("x", cols=cols), Region(f"full{each.part}")
-        steps += islands.giving(each, own, () if i else grid.opened)
         kept = replace(full, shards=islands.OWN)
-        steps.append(islands.copied(grid, f"keep{each.part}", own, kept))
-        after, waits = [steps[-1].name], list[Signal]()
-        for _, _, _, given, heard in islands.arrivals(each):
-            after += given
+        keep = islands.copied(grid, f"keep{each.part}", own, kept)
+        given.append([*islands.giving(each, own, () if i else grid.opened), keep])
+        after, waits = [keep.name], list[Signal]()
+        for _, _, _, came, heard in islands.arrivals(each):
+            after += came
             waits += heard
         name = f"matmul{each.part}"
         multiply = wgrad(full, DY, name=name, after=tuple(after), waits=tuple(waits))
-        steps += wgrads(p, multiply, cols)
+        products.append(tuple(wgrads(p, multiply, cols)))
         shape = p.m, cols[1] - cols[0]
         fulls.append(Buffer(full.buffer, shape, p.dtype, grid.space, split=True))
+    steps, late = [*grid.opening()], 2 if grid.near else 1
+    for i, slice_given in enumerate(given):
+        before = [step for step in steps if step.kind == "exchange"]
+        first, *others = slice_given
+        turn = begun(products[max(i - late, 0) : max(i - late + 1, 0)], before)
+        steps += [first, *turn, *others]
+    steps += chain.from_iterable(products[max(len(given) - late, 0) :])
     return islands.plan_of(p, grid, tuple(fulls), [*without_implied_edges(steps)])
 
 

@@ -18,7 +18,6 @@ from counterpoint.plan.steps import ME, Buffer, Lane, Peer, Plan, Region, Signal
 from counterpoint.problem import Problem
 
 NIC = Lane("nic", "nic", priority=-1)
-SUM = Lane("sum", "sm", priority=-1)
 CHUNKS = 4
 MOST_PIECES = 64  # of what comes to a rank, where plans are weighed
 OWN: tuple[Peer, ...] = ((0, 0),)
@@ -170,7 +169,7 @@ def copied(
 def plan_of(p: Problem, grid: Grid, buffers: tuple[Buffer, ...], steps: list[Step]) -> Plan:
     """The plan of those steps, on the lanes that they use."""
     used = {step.lane for step in steps}
-    lanes = tuple(lane for lane in (COMPUTE, SIGNAL, grid.copies, SUM, NIC) if lane.name in used)
+    lanes = tuple(lane for lane in (COMPUTE, SIGNAL, grid.copies, NIC) if lane.name in used)
     return Plan(p, "islands", f"chunks={grid.chunks}", "grid", buffers, lanes, tuple(steps))
 
 

@@ -51,7 +51,7 @@ def held_back(program: Program, index: int) -> bool:
     that opens a call is passed sooner than that.
     """
     before, own = program.steps[max(index - 1, 0)].step, program.steps[index].step
-    if (before.kind, own.kind) != ("exchange", "matmul") or own.waits:
+    if (before.kind, own.kind) != ("exchange", "matmul"):
         return False
     names = {bound.step.name: bound.step for bound in program.steps}
     opens = program.steps[program.opens].step.name if program.opens >= 0 else ""

@@ -36,12 +36,13 @@ from collections.abc import Callable, Iterator
 
 from counterpoint.plan import expert_rails, islands
 from counterpoint.plan.experts import WHOLE, matmuls, part_of, rows_of
-from counterpoint.plan.islands import NIC, SUM, Grid
+from counterpoint.plan.islands import NIC, Grid
 from counterpoint.plan.names import COMPUTE, COPY, SIGNAL, collective, in_one_lane, routes_of
 from counterpoint.plan.operation import Family
-from counterpoint.plan.steps import ME, Buffer, Kind, Peer, Plan, Region, Signal, Space, Step
+from counterpoint.plan.steps import ME, Buffer, Kind, Lane, Peer, Plan, Region, Signal, Space, Step
 from counterpoint.problem import Problem
 
+SUM = Lane("sum", "sm", priority=-1)
 LANES = (COMPUTE, SIGNAL, COPY, SUM, NIC)
 
 
