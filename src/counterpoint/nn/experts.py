@@ -212,12 +212,12 @@ class ExpertParallelMLP(Grouped):
             return self._with_room(tokens, experts, weights, room).view(x.shape)
         if self._by_routes(x):
             return self._routed(tokens, experts, weights, self.max_rows).view(x.shape)
+        if self.max_rows is None and x.is_cuda and torch.cuda.is_current_stream_capturing():
+            want, got = "given in a CUDA graph where the host has to know counts", None
+            raise InputError(self._get_name(), "max_rows", want=want, got=got)
         own, places, token = order_by_expert(experts, self.num_experts)
         counts = exchange_counts(own, group=self.group)
         if self.max_rows is None:
-            if counts.is_cuda and torch.cuda.is_current_stream_capturing():
-                want, got = "given in a CUDA graph where the host has to know counts", None
-                raise InputError(self._get_name(), "max_rows", want=want, got=got)
             counts = counts.cpu()
         rows: Tensor = _Spread.apply(tokens, token, places)  # type: ignore[assignment]
         gate_up = all_to_all_matmul(
