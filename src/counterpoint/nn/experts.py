@@ -200,7 +200,7 @@ class ExpertParallelMLP(Grouped):
             logits = logits.reshape(-1, self.num_experts)
             weights, experts = choose_experts(logits, top_k, renormalize)
         assert experts is not None and weights is not None
-        if logits is None and not self._by_routes(x):  # else the exchange of routes does
+        if logits is None:
             self._check_ids(experts)
         return self._through(x, experts, weights)
 
