@@ -241,3 +241,14 @@ def test_other_layers_are_refused_on_all_ranks(rank: int, ranks: int):
         with pytest.raises(cp.InputError, match=f"^ExpertParallelMLP: {text}"):
             layers[rank](x, experts, weights)
         layers[1](x, experts, weights)
+
+
+@on_ranks(2)
+def test_no_expert_is_refused_by_every_plan(rank: int, ranks: int):
+    """What routes have for none is no expert of a layer, on whichever way its rows go."""
+    x, experts, weights, _ = inputs(rank, ranks, 5, "drawn")
+    experts[0, 0] = 2**31 - 1
+    drops = {"max_rows": 100, "capacity": "drop"}
+    for options in ({"plan": "serial"}, {"plan": "routed"}, drops):
+        with by_reference(), pytest.raises(cp.InputError, match="experts must be 0 to 5, got"):
+            layer_of(ranks, **options)(x, experts, weights)

@@ -344,6 +344,14 @@ def test_calls_that_repeat_know_their_settings(rank: int, ranks: int) -> None:
 
 
 @on_ranks(2)
+def test_no_rows_have_a_backward(rank: int, ranks: int) -> None:
+    x, weight = torch.zeros(0, 16, requires_grad=True), torch.ones(16, requires_grad=True)
+    for norm in (cp.all_reduce_rms_norm, cp.all_reduce_layer_norm):
+        dx, dweight = torch.autograd.grad(norm(x, None, weight)[0].sum(), (x, weight))
+        assert dx.shape == (0, 16) and not dweight.any()
+
+
+@on_ranks(2)
 def test_plans_are_tuned_on_random_calls(rank: int, ranks: int) -> None:
     problem = Problem(
         "all_reduce_norm", 4, 16, ranks=2, dtype="float32", bias=True, norm="layer", eps=1e-3,

@@ -103,7 +103,7 @@ def test_a_graph_keeps_its_output(rank: int, ranks: int):
 
     eager = [called(out).data_ptr() for _ in range(2)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pooled_outputs, "capturing", captures)
+        patch.setattr(pooled_outputs, "captures", captures)
         held = [called(out).data_ptr() for _ in range(2)]
         for into, count in ((out, 2), (none, 0)):
             text = f"captured must be one for each call that a CUDA graph records, got {count}"
@@ -129,7 +129,7 @@ def test_a_backward_of_what_a_graph_holds(rank: int, ranks: int):
     called(bags[0], None).square().sum().backward()
     want, table.grad = table.grad, None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pooled_outputs, "capturing", captures)
+        patch.setattr(pooled_outputs, "captures", captures)
         squares = called(bags[0], out).square().sum()
     for some in bags:
         called(some, out)

@@ -338,6 +338,8 @@ def test_what_an_activation_behind_scales_refuses(rank: int, ranks: int):
     for text, w, options in cases:
         with pytest.raises(cp.InputError, match=re.escape(text)):
             cp.all_gather_matmul(x, w, activation="silu_mul", **options)
+    with pytest.raises(cp.InputError, match="got 0 weights"):  # the other rank hears it
+        cp.all_gather_matmul(x, (gate, up) if rank else [], activation="silu_mul")
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -20,7 +20,7 @@ class Paper:
 
     def __init__(self) -> None:
         self.objects: list[dict[int, int]] = [{}]
-        self.count, self.status = 1, 0
+        self.count, self.status, self.heuristic_status = 1, 0, 0
         self.aligned: list[int] = []
 
     def function(self, name: str) -> Callable[..., int]:
@@ -51,7 +51,7 @@ class Paper:
         *_, wanted, found, count = given
         assert wanted.value == 1 and ctypes.sizeof(found._obj) == 96
         count._obj.value = self.count
-        return 0
+        return self.heuristic_status
 
     def _Matmul(self, handle: Any, desc: Any, *given: Any) -> int:
         alpha, a, a_layout, b, b_layout, beta, c, c_layout, d, d_layout, _, room, size, _ = given
@@ -123,8 +123,9 @@ def test_the_call_is_prepared_once_for_each_alignment(paper: Paper):
     assert all(n & (n - 1) == 0 and 2 <= n <= 256 for n in paper.aligned)
 
 
-def test_torch_adds_where_the_library_has_nothing(paper: Paper):
-    paper.count = 0
+@pytest.mark.parametrize("status", [0, 15])
+def test_torch_adds_where_the_library_has_nothing(paper: Paper, status: int):
+    paper.count, paper.heuristic_status = 0, status
     c, x, w = (torch.randn(4, 4).bfloat16() for _ in range(3))
     y = torch.full_like(c, torch.nan)
     cublaslt.add(c, x, w, y)

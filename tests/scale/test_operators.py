@@ -47,6 +47,7 @@ def nic_of(fabric: Fabric, gpus: int = 64, node: str = "h200-8") -> float:
 
 def test_a_nic_has_the_rate_of_an_all_to_all():
     assert nic_of(Fabric()) == nic_of(RAILS) == nic_of(Fabric(), node="h200-1") == pytest.approx(1)
+    assert nic_of(Fabric(nic_bytes_per_s=5e8)) == pytest.approx(1)
     # of 56 ranks on other islands, 48 are past the pod, at a quarter of the rate
     assert nic_of(PODS) == pytest.approx(56 / (48 * 4))
     # 8 x 1 islands: 8 messages go over each link, each way, of 4 links that share a NIC

@@ -200,7 +200,7 @@ class ExpertParallelMLP(Grouped):
             logits = logits.reshape(-1, self.num_experts)
             weights, experts = choose_experts(logits, top_k, renormalize)
         assert experts is not None and weights is not None
-        if logits is None and not self._by_routes(x):  # else the exchange of routes does
+        if logits is None:
             self._check_ids(experts)
         return self._through(x, experts, weights)
 
@@ -212,12 +212,12 @@ class ExpertParallelMLP(Grouped):
             return self._with_room(tokens, experts, weights, room).view(x.shape)
         if self._by_routes(x):
             return self._routed(tokens, experts, weights, self.max_rows).view(x.shape)
+        if self.max_rows is None and x.is_cuda and torch.cuda.is_current_stream_capturing():
+            want, got = "given in a CUDA graph where the host has to know counts", None
+            raise InputError(self._get_name(), "max_rows", want=want, got=got)
         own, places, token = order_by_expert(experts, self.num_experts)
         counts = exchange_counts(own, group=self.group)
         if self.max_rows is None:
-            if counts.is_cuda and torch.cuda.is_current_stream_capturing():
-                want, got = "given in a CUDA graph where the host has to know counts", None
-                raise InputError(self._get_name(), "max_rows", want=want, got=got)
             counts = counts.cpu()
         rows: Tensor = _Spread.apply(tokens, token, places)  # type: ignore[assignment]
         gate_up = all_to_all_matmul(

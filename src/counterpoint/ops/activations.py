@@ -12,7 +12,6 @@ from torch import Tensor
 
 from counterpoint.errors import InputError
 from counterpoint.ops.register import refuse_double_matmul, register
-from counterpoint.ops.scaled import Scaled
 from counterpoint.problem import GATED, Activation
 from counterpoint.runtime import activated
 from counterpoint.runtime.launch import aligned
@@ -29,7 +28,7 @@ def weights_of(op: str, activation: object, w: Any, bias: object) -> list[Any]:
     if activation not in NAMES:
         raise InputError(op, "activation", want=f"one of {', '.join(NAMES)}", got=repr(activation))
     gated = str(activation).endswith(GATED)
-    several = isinstance(w, list | tuple) and not isinstance(w, Scaled)
+    several = isinstance(w, list | tuple)
     found: list[Any] = list(w) if several else [w]
     if len(found) != 1 + gated or (several and not gated):
         want = f"{'(gate, up)' if gated else 'a Tensor'} with activation={activation!r}"
@@ -38,8 +37,7 @@ def weights_of(op: str, activation: object, w: Any, bias: object) -> list[Any]:
     if gated and bias is not None:
         want = f"None with activation={activation!r}"
         raise InputError(op, "bias", want=want, got="a Tensor")
-    numbers = [each.data if isinstance(each, Scaled) else each for each in found]
-    shapes = [tuple(getattr(each, "shape", ())) for each in numbers]
+    shapes = [tuple(getattr(each, "shape", ())) for each in found]
     if shapes[0] != shapes[-1]:
         raise InputError(op, "w", want="of one shape, gate and up", got=shapes)
     return found

@@ -58,7 +58,7 @@ def words_of(
         else:
             free = given.own and rows  # a shard then has a dim 0 of its own on each rank
             here[f"{given.name}.shape"] = str(tuple(tensor.shape[1 if free else 0 :]))
-            if given.alike and tensor.dim() == 1 and not _captures(tensor.device):
+            if given.alike and tensor.dim() == 1 and not captures(tensor.device):
                 here[given.name] = str(tensor.item())
     first = next(t for t in tensors if t is not None)
     here |= {f"{inputs[0].name}.dtype": str(first.dtype), "plan": plan}
@@ -84,7 +84,7 @@ def agree(
         InputError: `refused` of the first rank that has one, or the first fact that differs.
         PeerTimeoutError: a rank did not come.
     """
-    if _captures(workspace.device):
+    if captures(workspace.device):
         if refused is not None:
             raise refused
         return digest_of(here)
@@ -126,7 +126,7 @@ def tell(
     return [told for *_, told in answers]
 
 
-def _captures(device: torch.device) -> bool:
+def captures(device: torch.device) -> bool:
     """Whether a graph is being captured there: ranks cannot talk then, nor the host read."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 

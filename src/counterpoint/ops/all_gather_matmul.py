@@ -195,7 +195,7 @@ def _activated(
     try:
         weights = activations.weights_of(OP, activation, weights if several else weights[0], bias)
     except CounterpointError as error:
-        raise refused(error, group, x) from None
+        raise refused(error, group, x.data if isinstance(x, Scaled) else x) from None
     grad = torch.is_grad_enabled() and any(getattr(t, "requires_grad", False) for t in given)
     plain = scales[0] is not None or not (grad or (gather_dim and is_last(gather_dim, x)))
     if plain:

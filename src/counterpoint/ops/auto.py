@@ -60,8 +60,7 @@ def not_weighed(known: Knowledge, problem: Problem) -> str:
         return ""
     return (
         f"auto weighs no other plan between {problem.islands} islands until their NIC has been "
-        "measured: "
-        "run `counterpoint characterize` on these ranks"
+        "measured: run `counterpoint characterize` on these ranks"
     )
 
 

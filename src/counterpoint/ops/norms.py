@@ -164,7 +164,7 @@ def _centred(norm: Norm, h: Tensor) -> tuple[Tensor, Tensor]:
 def _means(h: Tensor) -> Tensor:
     """Of each row; of one long row alone torch would sum parts in threads, in another order."""
     rows = h.reshape(-1, h.shape[-1])
-    some = rows if len(rows) > 1 else rows.expand(2, -1).contiguous()
+    some = rows.expand(2, -1).contiguous() if len(rows) == 1 else rows
     return some.mean(-1)[: len(rows)].view(*h.shape[:-1], 1)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from counterpoint.errors import InputError
+from counterpoint.ops.agreement import captures
 from counterpoint.ops.check import DTYPES, check_counts, check_device, check_group
 from counterpoint.ranges import whole
 from counterpoint.runtime.workspace import workspace_of
@@ -116,7 +117,7 @@ class PooledOutputs:
             InputError: a graph is being captured, and others have all outputs that there are for
                 graphs.
         """
-        if capturing(self.device):
+        if captures(self.device):
             if self._recorded == self.captured:
                 want, fix = "one for each call that a CUDA graph records", "make larger ones"
                 raise InputError("PooledOutputs", "captured", want=want, got=self.captured, fix=fix)
@@ -131,8 +132,3 @@ class PooledOutputs:
     def view(self, turn: int) -> Tensor:
         """This rank's output of that turn, [own bags, columns]: a new tensor of the same memory."""
         return self._views[turn].detach()
-
-
-def capturing(device: torch.device) -> bool:
-    """Whether a CUDA graph is being captured there."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

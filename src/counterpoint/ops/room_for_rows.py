@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from counterpoint.ops.agreement import tell
+from counterpoint.ops.agreement import captures, tell
 from counterpoint.runtime.workspace import workspace_of
 
 OP = "ExpertParallelMLP"
@@ -72,8 +72,7 @@ def room_for(
     ranks = group.size()
     rows = max(1, ranks * most * min(layer.top_k, layer.experts // ranks))
     key = layer, most
-    captures = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    if key not in fits and not captures:
+    if key not in fits and not captures(device):
         asks = facts | {"asks for": "memory"}  # who has asked before is told apart
         free_bytes = min(tell(OP, asks, workspace, _free_bytes(device)))
         fits[key] = SHARE * num_bytes(layer, rows) <= free_bytes

@@ -1,6 +1,5 @@
 """What a combine's gradient does with rows by expert, as an operator: by a kernel, or by torch."""
 
-from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any
 
@@ -77,8 +76,7 @@ def into(
     shape = None if counts is None else tuple(counts.shape)
     dtypes = tuple(t.dtype for t in (*tensors, y))
     sizes = rows.shape[1], rank, other is not None
-    with torch.cuda.device(rows.device) if rows.is_cuda else nullcontext():
-        _launch(dtypes, shape, sizes, rows.device)(*tensors, y, dots, len(rows))
+    _launch(dtypes, shape, sizes, rows.device)(*tensors, y, dots, len(rows))
 
 
 @lru_cache(maxsize=1024)

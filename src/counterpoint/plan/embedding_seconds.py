@@ -44,9 +44,9 @@ def seconds(p: Problem, machine: Machine) -> Seconds:
     sent = [(p.m - p.rows[r]) * columns[r] * p.item_bytes for r in ranks]
     received = [p.rows[r] * (p.n - columns[r]) * p.item_bytes for r in ranks]
     # a rank sends when it has pooled: to one that is late too, which then finds its rows there
-    last_s = max(s + _sent_s(p, machine, each) for s, each in zip(lookups, sent, strict=True))
-    last_s = max(last_s, min(lookups) + _sent_s(p, machine, max(received)))
-    sent_s = _sent_s(p, machine, max(*sent, *received))
+    last_s = max(s + through_s(p, machine, each) for s, each in zip(lookups, sent, strict=True))
+    last_s = max(last_s, min(lookups) + through_s(p, machine, max(received)))
+    sent_s = through_s(p, machine, max(*sent, *received))
     copy_s = costs.memory_s(2 * max(p.rows) * p.n * p.item_bytes)
     serial_s = last_s + EXCHANGE_S + copy_s
 
@@ -58,7 +58,7 @@ def seconds(p: Problem, machine: Machine) -> Seconds:
     return Seconds(serial_s, fused_s, max(lookups), exchange_s, sent_s + EXCHANGE_S)
 
 
-def _sent_s(p: Problem, machine: Machine, num_bytes: float) -> float:
+def through_s(p: Problem, machine: Machine, num_bytes: float) -> float:
     """The library's all-to-all of so many bytes of a rank, its start left out."""
     seconds = num_bytes / machine.costs.collective_bytes_per_s
     if p.islands > 1 and machine.nic is not None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from counterpoint.machine import Machine
-from counterpoint.plan.embedding_seconds import EXCHANGE_S
+from counterpoint.plan.embedding_seconds import EXCHANGE_S, through_s
 from counterpoint.problem import Problem
 
 # H200, 2026-11: together they are what benchmarks of 0.3 to 6.5 million indices have measured, in
@@ -55,13 +55,7 @@ def slice_s(p: Problem, machine: Machine, widths: Sequence[int]) -> float:
     ranks, wide = range(p.ranks), sum(widths)
     given = max(p.rows[r] * (wide - widths[r]) for r in ranks)
     got = max((p.m - p.rows[r]) * widths[r] for r in ranks)
-    num_bytes = max(given, got) * p.item_bytes
-    seconds = EXCHANGE_S + num_bytes / machine.costs.collective_bytes_per_s
-    if p.islands > 1 and machine.nic is not None:
-        far = (p.ranks - p.ranks // p.islands) / (p.ranks - 1)
-        through_s = p.islands * machine.nic.latency_s + num_bytes * far / machine.nic.bytes_per_s
-        seconds = max(seconds, EXCHANGE_S + through_s)
-    return seconds
+    return EXCHANGE_S + through_s(p, machine, max(given, got) * p.item_bytes)
 
 
 def _summed_s(

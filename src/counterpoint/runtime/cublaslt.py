@@ -121,10 +121,13 @@ def _prepared(
     for attribute, num_bytes in zip(PREFER_ALIGNMENT, aligned, strict=True):
         _set("MatmulPreference", preference, attribute, c_uint32(num_bytes))
     found, count = _Heuristic(), c_int()
-    _call("MatmulAlgoGetHeuristic", c_void_p(handle), description, *layouts, preference, c_int(1),
-          byref(found), byref(count))  # fmt: skip
+    status = _function("MatmulAlgoGetHeuristic")(
+        c_void_p(handle), description, *layouts, preference, c_int(1), byref(found), byref(count)
+    )
     _call("MatmulPreferenceDestroy", preference)
-    return _Prepared(description, tuple(layouts), found) if count.value else None
+    if status or not count.value:  # it says in either way that it has none
+        return None
+    return _Prepared(description, tuple(layouts), found)
 
 
 def _set(of: str, what: c_void_p, attribute: int, value: Any) -> None:

@@ -71,10 +71,10 @@ def assumptions(layers: Layers) -> list[str]:
         found.append(
             "machine: our plans are chosen as on a measured machine: a gain of 3 % is enough"
         )
-    if layout.ep > 1 and layout.ep * layout.tp > machine.num_devices:
+    far = layout.ep > 1 and layout.ep * layout.tp > machine.num_devices
+    if far and layers.overlap != "none":
         how = "once to a node, by routes that the host waits for (not modelled), where that gains"
-        if layers.overlap != "none":
-            found.append(f"layout: tokens go to experts {how if layers.routes else ONLY_SERIAL}")
+        found.append(f"layout: tokens go to experts {how if layers.routes else ONLY_SERIAL}")
     if layout.pp > 1:
         found.append(f"layout: virtual stages {layout.virtual_stages}, given: they matter a lot")
     if layers.apart and layout.tp > 1:

@@ -160,7 +160,6 @@ class DlrmStep:
         each of more does.
         """
         model, ranks = self.model, self.group.size
-        bags = self.samples * ranks
         if self.whole:
             owned, work = [0] * ranks, [0] * ranks
             for each in sorted(model.pooling, reverse=True):
@@ -168,7 +167,7 @@ class DlrmStep:
                 owned[rank] += 1
                 work[rank] += each
             columns = [(model.dim,) * count for count in owned]
-            indices = [each * bags for each in work]
+            indices = [each * self.samples * ranks for each in work]
         else:
             slices = min(ceil(ranks / len(model.rows)), max(model.dim // LEAST_COLUMNS, 1))
             if between(self.network, self.group) == 1:
@@ -176,10 +175,9 @@ class DlrmStep:
             width = ceil(model.dim / slices)
             own = max(round(model.columns / width / ranks), 1)
             columns = [(ceil(model.columns / own / ranks),) * own] * ranks
-            bags = self.samples * ranks
             indices = [sum(model.pooling) * slices * self.samples] * ranks
-        return Problem("embedding_bag_all_to_all", m=bags, ranks=ranks, tables=tuple(columns),
-                       indices=tuple(indices), out=True)  # fmt: skip
+        return Problem("embedding_bag_all_to_all", m=self.samples * ranks, ranks=ranks,
+                       tables=tuple(columns), indices=tuple(indices), out=True)  # fmt: skip
 
     @cached_property
     def place(self) -> Placed:

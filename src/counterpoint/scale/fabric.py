@@ -29,6 +29,7 @@ from counterpoint.scale.schedules import direct_s
 
 Congestion = Literal["closed", "events"]
 MAX_DIMENSIONS = 4
+LEAST_BYTES_PER_S = 1e6  # that a machine may have: see ranges.py
 # that plans are between; of as many, a step of ours is weighed in half a second
 MAX_ISLANDS, MAX_PLANNED = MOST_PIECES, 512
 
@@ -195,7 +196,7 @@ class Network:
             probe = 2.0**30
             fixed_s = 2 * self.nic.latency_s
             seconds = self.all_to_all_s(probe, group) - fixed_s
-            rate = max(probe * (group.size - 1) / group.size / seconds, 1e9)
+            rate = max(probe * (group.size - 1) / group.size / seconds, LEAST_BYTES_PER_S)
         settled = replace(
             costs,
             gemm_flop_per_s=costs.gemm_flop_per_s / costs.gemm_settled,
@@ -220,7 +221,7 @@ class Network:
             return None
         probe = 2.0**30
         seconds = self._leaves_s(probe, group) - 2 * self.nic.latency_s
-        rate = max(probe * (group.size - near) / group.size / seconds, 1e9)
+        rate = max(probe * (group.size - near) / group.size / seconds, LEAST_BYTES_PER_S)
         nic = LinkSpec(name="NIC", bytes_per_s=rate, latency_s=self.nic.latency_s,
                        source=self.fabric.source)  # fmt: skip
         return replace(self.as_machine(Group(1, 1)), nic=nic)
