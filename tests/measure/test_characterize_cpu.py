@@ -37,4 +37,4 @@ def test_ranks_of_two_islands_are_a_machine_with_a_nic(rank: int, world_size: in
     plan = build(problem, "islands chunks=2", machine)
     ends = {span.label: span.end_s for span in cp.estimate(plan, machine).spans}
     # one thread: what it is to multiply last does not begin before the rest
-    assert ends["open"] <= ends["matmul_own"] <= ends["matmul_near"] <= ends["matmul_far_1_1"]
+    assert ends["open"] <= ends["matmul_own"] <= ends["matmul_near_1"] <= ends["matmul_far_1_1"]

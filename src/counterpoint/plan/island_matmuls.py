@@ -100,16 +100,12 @@ def scatter(
                 after = ()
         return *product, *pushed
 
-    pieces, ahead = [*grid.pieces], 2 if grid.near else 1
+    pieces = [*grid.pieces]
     far = [multiply(f"far_{name}", d, range(grid.size), chunk) for d, name, chunk in pieces]
     here = [multiply(name, 0, places or (0,), chunk)
             for name, places, chunk in own_island(grid, grid.chunks)]  # fmt: skip
     here += [multiply("own", 0, (0,))] if grid.near else []
-    first, here = [*far, *here][:ahead], [*far, *here][max(len(far), ahead) :]
-    turns = [far[i + ahead : i + ahead + 1] for i in range(len(pieces))]
-    for i, steps_here in enumerate(here, max(len(pieces) - len(here), 0)):  # the last turns
-        turns[min(i, len(pieces) - 1)].append(steps_here)
-
+    first, turns = in_turns(far, here, 2 if grid.near else 1)
     steps, sent = [*grid.opening(), *chain.from_iterable(first)], list[Step]()
     for (d, name, chunk), product, turn in zip(pieces, far, turns, strict=True):
         own, come = (Region(*of, chunk) for of in (("partial", ME, ((d, 0),)),
@@ -146,6 +142,22 @@ def own_island(grid: Grid, parts: int) -> list[tuple[str, tuple[int, ...], Chunk
         (f"near{suffix}", (*range(first, end),), (0, 1))
         for (suffix, _), (first, end) in zip(cuts(parts), pairwise(bounds), strict=True)
     ]
+
+
+def in_turns(
+    far: list[Steps], here: list[Steps], ahead: int
+) -> tuple[list[Steps], list[list[Steps]]]:
+    """Blocks that are multiplied before the first exchange, `ahead` of them, and beside each.
+
+    Args:
+        far: of other islands; each has an exchange.
+        here: of this one: the last exchanges have them beside them.
+    """
+    first, rest = [*far, *here][:ahead], [*far, *here][max(len(far), ahead) :]
+    turns = [far[i + ahead : i + ahead + 1] for i in range(len(far))]
+    for i, steps in enumerate(rest, max(len(far) - len(rest), 0)):
+        turns[min(i, len(far) - 1)].append(steps)
+    return first, turns
 
 
 def begun(turn: Iterable[Steps], before: Sequence[Step]) -> list[Step]:
