@@ -49,6 +49,7 @@ ISLANDS = 2
 CHUNKS = (1, 2, 4, 8)
 LEFT = (4, 12)  # of 132 SMs: green contexts have a multiple of 8
 LEFT_CHUNKS = 4
+CHUNK_BYTES = 1 << 19  # of NCCL's sends between hosts, as large as its collectives' (128 KiB)
 MORE_CHANNELS = 8
 LIMIT_S = 90.0  # of the ranks of a case, their start included
 ROUNDS = 3  # of the measurements that find a size
@@ -75,7 +76,6 @@ def cases(ranks: int) -> list[Case]:
     return [
         matmul_case(GATHER, 4096, 8192, 16384), matmul_case(SCATTER, 4096, 8192, 16384),
         bags_case(8, 128, 32768 * max(ranks, ISLANDS), 64),
-        matmul_case(GATHER, 4096, 8192, 16384, MORE_CHANNELS),
     ]  # fmt: skip
 
 
@@ -102,7 +102,8 @@ def environment(rank: int, ranks: int, gpus: int, channels: int = 0) -> dict[str
     island = f"island{rank // (ranks // ISLANDS)}"
     found = {"COUNTERPOINT_ISLAND": island}
     if gpus:
-        found |= {"NCCL_HOSTID": island, "NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo"}
+        found |= {"NCCL_HOSTID": island, "NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo",
+                  "NCCL_P2P_NET_CHUNKSIZE": str(CHUNK_BYTES)}  # fmt: skip
     if gpus and channels:
         found |= {"NCCL_NCHANNELS_PER_NET_PEER": str(channels)}
     if gpus and gpus < ranks:  # who waits for a peer takes its time from it
@@ -169,7 +170,8 @@ def arms(case: Case, bench: Bench) -> Arms:
     pick = choose_spec(problem, workspace, found.operands)
     facts = {"islands": workspace.islands.number, "of_ranks": bench.ranks, **found.facts,
              "shared": bench.on_gpu and len({*bench.gathered(bench.device.index)}) < bench.ranks,
-             "nic_bytes_per_s": nic.bytes_per_s if nic else None}  # fmt: skip
+             "nic_bytes_per_s": nic.bytes_per_s if nic else None,
+             "chunk_bytes": os.environ.get("NCCL_P2P_NET_CHUNKSIZE")}  # fmt: skip
     return Arms(
         {**alone, "serial": found.serial, "auto": found.ours("auto"), **calls},
         found.check, parts=tuple(alone), floor=embedding.ROUNDING, facts=facts,
