@@ -4,11 +4,12 @@ from collections.abc import Sequence
 from math import isinf
 from statistics import fmean
 
-from benchmarks import decode, embedding, experts, paper_fused
+from benchmarks import decode, embedding, experts, paper_fused, two_islands
 from benchmarks.paper_findings import (
     CONFIRMED,
     CONTRADICTED,
     ELSEWHERE,
+    IN_PART,
     NOT_YET,
     Found,
     less,
@@ -16,7 +17,7 @@ from benchmarks.paper_findings import (
     most,
     verdict_of,
 )
-from benchmarks.rows import Row
+from benchmarks.rows import Row, taken
 from counterpoint import presets
 from counterpoint.scale.dlrm import DLRMS
 from counterpoint.scale.dlrm_map import map_of
@@ -72,6 +73,19 @@ def always_fused() -> Found:
     )  # fmt: skip
 
 
+def between_nodes() -> Found:
+    """Embedding bags with their all-to-all between two islands of one host."""
+    rows = [r for r in measured_rows("two_islands") if r.get("op") == two_islands.BAGS]
+    saved = sorted(less(c.s("auto"), c.s("serial")) for c in taken(rows, "case"))
+    if not saved:
+        return Found("-", NOT_YET)
+    return Found(
+        f"{saved[0]:.0%} to {saved[-1]:.0%} of {len(saved)} cases on one host, whose 2 GPUs NCCL "
+        "joins by sockets",
+        f"{IN_PART}: there is no second node here", rows,
+    )  # fmt: skip
+
+
 def dlrm() -> Found:
     """The simulated step of a recommendation model."""
     network = Network(presets.preset("h100-1"), Fabric(nic_bytes_per_s=25e9))
@@ -99,9 +113,10 @@ def order_of_tasks() -> Found:
     late = max(int(n.split(", ")[1].split()[0]) for n in rows if ", " in n)
     apart = {order: rows[f"{order}, {late} % late"] for order in ("own first", "remote first")}
     skews = {order: r["skew_s"] / r["median_s"] for order, r in apart.items()}
+    slower = apart["remote first"]["median_s"] / apart["own first"]["median_s"]
     return Found(
         f"one rank {late} % late: ranks end {skews['own first']:.1%} apart with own tasks first, "
-        f"{skews['remote first']:.1%} with remote ones",
+        f"{skews['remote first']:.1%} with remote ones, which take {slower:.2f} times as long",
         verdict_of(skews["remote first"] < skews["own first"]), [*rows.values()],
     )  # fmt: skip
 

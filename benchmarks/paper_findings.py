@@ -5,9 +5,11 @@ from dataclasses import replace
 from statistics import fmean, geometric_mean
 from typing import NamedTuple
 
-from benchmarks import residency, sharing
-from benchmarks.rows import Row, Timed, results
+from benchmarks import paper_resources, residency, sharing
+from benchmarks.rows import Row, Timed, results, taken
 from counterpoint import presets
+from counterpoint.measure import tune_resources
+from counterpoint.resources import search
 from counterpoint.runtime.limits import limits_of
 from counterpoint.runtime.occupancy import beside, feasible, window
 
@@ -145,14 +147,17 @@ def stamped() -> Found:
     rows = [*newest.values()]
     if not rows:
         return Found("-", NOT_YET)
-    told = ", ".join(
-        f"{r['blocks_per_sm']}: {r['blocks_beside']} of {r['comm_blocks']} blocks, "
-        f"{r['share_beside']:.0%} of their time, {r['baseline_over_arm'][0]:.2f}x over one after "
-        "the other"
+    told = "; ".join(
+        f"of {r['blocks_per_sm']}, {r['blocks_beside']} of {r['comm_blocks']}, "
+        f"{r['share_beside']:.0%}, {r['baseline_over_arm'][0]:.2f}x"
         for r in rows
     )
-    return Found(f"beside so many blocks of a 64x64x32 matmul per SM: {told}",
-                 verdict_of(any(r["pairs"] for r in rows)), rows)  # fmt: skip
+    return Found(
+        "by blocks of a 64x64x32 matmul, launched first, that an SM may hold: blocks of the "
+        "all-gather on an SM with one, the share of their time, the speedup over one after the "
+        f"other: {told}",
+        verdict_of(any(r["pairs"] for r in rows)), rows,
+    )  # fmt: skip
 
 
 def _room() -> Found:
@@ -186,6 +191,23 @@ def rates() -> Found:
         f"{fmean(r['overlap_rate'] for r in rows if r['arm'] == 'priority'):.0%} with priority",
         verdict_of(peak["overlap_rate"] >= 0.85), rows,
     )  # fmt: skip
+
+
+def behind() -> str:
+    """Where a short search took less than the best of the paper's arms; "" without rows."""
+    rows = [r for r in measured_rows("paper_resources") if r["arm"] != "shapes"]
+    cases = taken(rows, "case")
+    lost = {c.head["case"]: c.s("tuned") / _least_of(c) - 1 for c in cases}
+    slow = {name: share for name, share in lost.items() if share > search.TIE}
+    if not slow:
+        return ""
+    worst = max(slow, key=slow.__getitem__)
+    return (
+        f"\n\n*Tuned* searched for {paper_resources.SEARCH_S:g} seconds, by default it is "
+        f"{tune_resources.BUDGET_S:g}. In {len(slow)} of {len(lost)} cases that takes more than "
+        f"{search.TIE:.0%} longer than the best of priority and shaping, {slow[worst]:.0%} at most "
+        f"({worst})."
+    )
 
 
 def figure() -> Found:

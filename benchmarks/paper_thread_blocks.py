@@ -71,11 +71,17 @@ def pictures(found: Mapping[int, list[Row]], images: Path) -> None:
         panel = panels.setdefault(f"{row['gemm']} + {row['collective'].replace('_', '-')}", {})
         name = f"tile {row['kernel']}" + row["arm"].removeprefix("overlap")
         panel.setdefault(name, []).append((row["blocks"], row["time_ratio"]))
-    axis = Axis("thread blocks of the matmul", "TimeRatio: overlapped / sequential",
+    axis = Axis("thread blocks of the matmul", "TimeRatio: overlapped / sequential", x_text=_label,
                 y_text="{:.2f}".format, log_y=False, at_one=True)  # fmt: skip
     curves(panels, images / "sharing-blocks.svg", axis,
            title="Overlap over the thread blocks of the matmul",
            source=f"{place(rows)}; below {FULL} blocks an eighth of the size")  # fmt: skip
+
+
+def _label(blocks: float) -> str:
+    """Every second grid: their numbers would lie over each other."""
+    known = [x * y for x, y in GRIDS]
+    return f"{blocks:.0f}" if blocks in known[::2] else ""
 
 
 PAPER_THREAD_BLOCKS = Benchmark(

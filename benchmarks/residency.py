@@ -11,7 +11,7 @@ from typing import NamedTuple
 from benchmarks.declare import Section
 from benchmarks.loop import COLLECTIVE_BYTES, SHAPES, TRITON
 from benchmarks.pictures import Axis, curves, place, shown
-from benchmarks.rows import Row, kind_of, results
+from benchmarks.rows import KINDS, Row, kind_of, results
 from benchmarks.sharing import in_graph
 from benchmarks.tables import measured
 from counterpoint import presets
@@ -95,11 +95,22 @@ def sharing_of(gemm: str, tile: str, collective: str, compute_s: float, comm_s: 
 def swept(found: Mapping[int, list[Row]]) -> list[Swept]:
     """The sweeps of rows, and of those of the paper's experiment on that GPU; full size, NCCL as it
     is."""
-    every = _swept(found)
-    gpu = kind_of(next(iter(found.values()))[0]["gpu"])
-    theirs = results("paper_resources", gpu=gpu)
-    own = {n: [r for r in rows if not r["nccl_threads"]] for n, rows in theirs.items()}
-    return every + _swept(own)
+    return _swept(found) + _of_paper(_kind(found)).get(0, [])
+
+
+def _kind(found: Mapping[int, list[Row]]) -> str:
+    """The GPU that rows are of, as files call it."""
+    return kind_of(next(iter(found.values()))[0]["gpu"])
+
+
+def _of_paper(gpu: str) -> dict[int, list[Swept]]:
+    """The sweeps of the paper's experiment on a GPU, by threads of NCCL's blocks; 0: as it is."""
+    every = results("paper_resources", gpu=gpu)
+    threads = sorted({row["nccl_threads"] for rows in every.values() for row in rows})
+    return {
+        t: _swept({n: [r for r in rows if r["nccl_threads"] == t] for n, rows in every.items()})
+        for t in threads
+    }
 
 
 def _swept(found: Mapping[int, list[Row]]) -> list[Swept]:
@@ -169,7 +180,9 @@ def scores(found: Mapping[int, list[Row]]) -> str:
             f"{len(errors)}", f"{median(errors):.1%}, {errors[-1]:.1%}", spelt(setting),
             f"{regret:.1%}",
         ], pair.rows))  # fmt: skip
-    return f"{said(held, constants)}\n\n" + measured(
+    others = (on_another(gpu, constants) for gpu in KINDS if gpu != _kind(found))
+    every = [said(held, constants), *filter(None, others)]
+    return "\n\n".join(every) + "\n\n" + measured(
         ["pair", "constants", "settings", "error: median, worst", "its pick", "regret"], lines,
         f"Constants of {sum(len(p.points) for p in fitted)} settings: {told(constants)}"
         f"{outside(found)}",
@@ -203,6 +216,16 @@ def outside(found: Mapping[int, list[Row]]) -> str:
         " The model leaves out cuBLAS. Its blocks stay to the end, so priority should gain "
         f"nothing, but {min(ratios):.2f} to {max(ratios):.2f} was measured."
     )
+
+
+def on_another(gpu: str, constants: Constants) -> str:
+    """What the constants are worth on a GPU whose rows they have not seen; an SM holds as much."""
+    parts: list[str] = []
+    for threads, pairs in _of_paper(gpu).items():
+        how = f", NCCL with {threads} threads a block" if threads else ""
+        where = f"{pairs[0].ranks}x {pairs[0].rows[0]['gpu']}{how}"
+        parts.append(f"{where}, measured later, by the same constants: {said(pairs, constants)}")
+    return "\n\n".join(parts)
 
 
 def said(held: Sequence[Swept], constants: Constants) -> str:

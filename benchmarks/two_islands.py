@@ -13,8 +13,8 @@ ranks share it and take turns: rows say so ("shared"), and their times are no ti
 
 Each case begins with a measurement of both parts. It then takes the matmul, or the bags, that last
 about as long as the exchange; rows have the sizes. Hidden is (compute + exchange - ours) over the
-shorter of compute and exchange. NCCL sends to a peer over few sockets and gathers over more: one
-case has more of them for both (NCCL_NCHANNELS_PER_NET_PEER)."""
+shorter of compute and exchange. NCCL cuts what it sends to another host into chunks of 128 KiB, and
+what it gathers into larger ones: half of the cases send larger ones (NCCL_P2P_NET_CHUNKSIZE)."""
 
 import os
 import tempfile
@@ -49,34 +49,36 @@ ISLANDS = 2
 CHUNKS = (1, 2, 4, 8)
 LEFT = (4, 12)  # of 132 SMs: green contexts have a multiple of 8
 LEFT_CHUNKS = 4
-CHUNK_BYTES = 1 << 19  # of NCCL's sends between hosts, as large as its collectives' (128 KiB)
-MORE_CHANNELS = 8
+LARGER_KIB = 512  # chunks as large as those of NCCL's collectives
 LIMIT_S = 90.0  # of the ranks of a case, their start included
 ROUNDS = 3  # of the measurements that find a size
 SIZES = 16  # sizes that are tried are multiples of 1 / SIZES of the first, up to SIZES times it
 SOAK_S = 0.3
 
 
-def matmul_case(op: str, rows: int, cols: int, first: int, channels: int = 0) -> Case:
+def matmul_case(op: str, rows: int, cols: int, first: int, chunk_kib: int = 0) -> Case:
     """A block of [rows, cols] of each rank is exchanged; `first` is the size tried first, of the
-    other side of the matmul. `channels` of NCCL go to a peer; 0: as many as it likes."""
-    name = f"{op}, {channels} channels" if channels else op
-    return Case(name, {"op": op, "rows": rows, "cols": cols, "first": first, "channels": channels,
-                       "dtype": "bfloat16"})  # fmt: skip
+    other side of the matmul. NCCL sends chunks of `chunk_kib`; 0: as large as it likes."""
+    return _of(op, chunk_kib, {"rows": rows, "cols": cols, "first": first})
 
 
-def bags_case(tables: int, d: int, batch: int, first: int) -> Case:
+def bags_case(tables: int, d: int, batch: int, first: int, chunk_kib: int = 0) -> Case:
     """As many tables on each rank; `first` is the number of indices of a bag tried first."""
-    return Case(BAGS, {"op": BAGS, "each": tables, "d": d, "batch": batch, "first": first,
-                       "channels": 0, "dtype": "bfloat16"})  # fmt: skip
+    return _of(BAGS, chunk_kib, {"each": tables, "d": d, "batch": batch, "first": first})
+
+
+def _of(op: str, chunk_kib: int, sizes: Mapping[str, Any]) -> Case:
+    name = f"{op}, chunks of {chunk_kib} KiB" if chunk_kib else op
+    return Case(name, {"op": op, **sizes, "chunk_kib": chunk_kib, "dtype": "bfloat16"})
 
 
 def cases(ranks: int) -> list[Case]:
     """Of each rank 64 MiB are exchanged."""
-    return [
-        matmul_case(GATHER, 4096, 8192, 16384), matmul_case(SCATTER, 4096, 8192, 16384),
-        bags_case(8, 128, 32768 * max(ranks, ISLANDS), 64),
-    ]  # fmt: skip
+    found: list[Case] = []
+    for chunk_kib in (0, LARGER_KIB):
+        found += [matmul_case(op, 4096, 8192, 16384, chunk_kib) for op in (GATHER, SCATTER)]
+        found.append(bags_case(8, 128, 32768 * max(ranks, ISLANDS), 64, chunk_kib))
+    return found
 
 
 def rows(case: Case, bench: Bench) -> list[Row]:
@@ -92,20 +94,19 @@ def rows(case: Case, bench: Bench) -> list[Row]:
     return gather(found)[0]
 
 
-def environment(rank: int, ranks: int, gpus: int, channels: int = 0) -> dict[str, str]:
+def environment(rank: int, ranks: int, gpus: int, chunk_kib: int = 0) -> dict[str, str]:
     """What makes this rank one of an island, for NCCL and for us.
 
     Args:
         gpus: that all ranks have; 0: they are CPU ranks.
-        channels: see `matmul_case`.
+        chunk_kib: see `matmul_case`.
     """
     island = f"island{rank // (ranks // ISLANDS)}"
     found = {"COUNTERPOINT_ISLAND": island}
     if gpus:
-        found |= {"NCCL_HOSTID": island, "NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo",
-                  "NCCL_P2P_NET_CHUNKSIZE": str(CHUNK_BYTES)}  # fmt: skip
-    if gpus and channels:
-        found |= {"NCCL_NCHANNELS_PER_NET_PEER": str(channels)}
+        found |= {"NCCL_HOSTID": island, "NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo"}
+    if gpus and chunk_kib:
+        found |= {"NCCL_P2P_NET_CHUNKSIZE": str(chunk_kib << 10)}
     if gpus and gpus < ranks:  # who waits for a peer takes its time from it
         found |= {"COUNTERPOINT_TIMEOUT_S": "40", "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
     return found
@@ -120,7 +121,7 @@ def of_island(
         place: a file that does not exist yet, where NCCL's ranks meet.
         gpus: as of `environment`.
     """
-    os.environ |= environment(rank, ranks, gpus, case["channels"])
+    os.environ |= environment(rank, ranks, gpus, case["chunk_kib"])
     device = torch.device("cuda", rank % gpus) if gpus else torch.device("cpu")
     if gpus:
         torch.cuda.set_device(device)
@@ -170,8 +171,7 @@ def arms(case: Case, bench: Bench) -> Arms:
     pick = choose_spec(problem, workspace, found.operands)
     facts = {"islands": workspace.islands.number, "of_ranks": bench.ranks, **found.facts,
              "shared": bench.on_gpu and len({*bench.gathered(bench.device.index)}) < bench.ranks,
-             "nic_bytes_per_s": nic.bytes_per_s if nic else None,
-             "chunk_bytes": os.environ.get("NCCL_P2P_NET_CHUNKSIZE")}  # fmt: skip
+             "nic_bytes_per_s": nic.bytes_per_s if nic else None}  # fmt: skip
     return Arms(
         {**alone, "serial": found.serial, "auto": found.ours("auto"), **calls},
         found.check, parts=tuple(alone), floor=embedding.ROUNDING, facts=facts,
@@ -332,12 +332,13 @@ def _parts(case: Timed) -> str:
 
 
 def _operator(case: Timed) -> str:
-    channels = case.head.get("channels", 0)
-    return f"`{case.head['op']}`" + f", {channels} channels" * bool(channels)
+    op = case.head["op"]
+    return case.head["case"].replace(op, f"`{op}`")
 
 
 def _auto(case: Timed) -> str:
-    return f"{case.s('serial') / case.s('auto'):.2f}x {case.main['auto']['pick']}"
+    speedup = case.s("serial") / case.s("auto")
+    return f"{speedup:.2f}x, {hidden(case, 'auto'):.0%} hidden, {case.main['auto']['pick']}"
 
 
 COLUMNS = (
@@ -359,7 +360,8 @@ def speedups(found: list[Row]) -> str:
     note = (
         "Two islands of one host, which NCCL joins by sockets over the loopback. A speedup is over "
         "the matmul and NCCL's collective, or over lookups, NCCL's all-to-all and a concat. Hidden "
-        "is the share of the shorter of compute and exchange, by the best number of chunks."
+        "is the share of the shorter of compute and exchange, by the best number of chunks. "
+        f"Chunks of {LARGER_KIB} KiB: with `NCCL_P2P_NET_CHUNKSIZE={LARGER_KIB << 10}`."
     )
     note += " Two ranks share the GPU: these are no times of two GPUs." if shared else ""
     return measured([column.head for column in COLUMNS], lines, note)
