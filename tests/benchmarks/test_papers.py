@@ -106,14 +106,39 @@ def test_stamps_of_blocks(monkeypatch: pytest.MonkeyPatch):
     older = rows[0] | {"blocks_beside": 1}  # measured once more since
     monkeypatch.setattr(paper_findings, "results", lambda _: {2: [older, *rows]})
     assert paper_findings.stamped() == Found(
-        "beside so many blocks of a 64x64x32 matmul per SM: 7: 0 of 32 blocks, 0% of their time, "
-        "1.00x over one after the other, 4: 32 of 32 blocks, 100% of their time, 1.31x over one "
-        "after the other", "confirmed", rows[:2],
+        "by blocks of a 64x64x32 matmul, launched first, that an SM may hold: blocks of the "
+        "all-gather on an SM with one, the share of their time, the speedup over one after the "
+        "other: of 7, 0 of 32, 0%, 1.00x; of 4, 32 of 32, 100%, 1.31x", "confirmed", rows[:2],
     )  # fmt: skip
     monkeypatch.setattr(paper_findings, "results", lambda _: {2: rows[:1]})
     assert paper_findings.stamped().verdict == "contradicted"
     monkeypatch.setattr(paper_findings, "results", lambda _: dict[int, list[Row]]())
     assert paper_findings.stamped() == Found("-", "not measured")
+
+
+def test_a_short_search_that_is_behind_is_named(monkeypatch: pytest.MonkeyPatch):
+    times = {"priority": 1.0, "shaping": 0.9, "tuned": 0.99}
+    rows: list[Row] = [{"case": case, "arm": arm, "mode": "graph", "median_s": s * scale}
+                       for case, scale in (("mb", 1.0), ("cb", 2.0)) for arm, s in times.items()
+                       if (case, arm) != ("cb", "shaping")]  # fmt: skip
+    rows += [{"case": "mb", "arm": "shapes", "mode": "graph", "median_s": 0.1}] * 2
+    monkeypatch.setattr(paper_findings, "results", lambda _: {2: rows})
+    assert "In 1 of 2 cases" in paper_findings.behind()
+    assert "10% at most (mb)." in paper_findings.behind()
+    monkeypatch.setattr(paper_findings, "results", lambda _: {2: rows[3:]})
+    assert paper_findings.behind() == ""
+
+
+def test_bags_between_islands(monkeypatch: pytest.MonkeyPatch):
+    rows: list[Row] = [{"op": op, "case": op + case, "arm": arm, "mode": "eager", "median_s": s}
+                       for op in ("embedding_bag_all_to_all", "all_gather_matmul")
+                       for case, ours in (("", 0.6), (", larger", 0.7))
+                       for arm, s in (("serial", 1.0), ("auto", ours))]  # fmt: skip
+    monkeypatch.setattr(paper_findings, "results", lambda _: {2: rows})
+    found = fused_findings.between_nodes()
+    assert found.text.startswith("30% to 40% of 2 cases") and found.rows == rows[:4]
+    monkeypatch.setattr(paper_findings, "results", lambda _: dict[int, list[Row]]())
+    assert fused_findings.between_nodes() == Found("-", "not measured")
 
 
 def test_rows_of_the_fused_experiments(monkeypatch: pytest.MonkeyPatch):

@@ -76,8 +76,8 @@ def test_nccl_is_told_that_islands_are_hosts(gpus: int):
     names = [each["NCCL_HOSTID"] for each in found]
     assert names == ["island0"] * (ranks // 2) + ["island1"] * (ranks // 2)
     assert "NCCL_NET" not in two_islands.environment(0, 2, 0)
-    more, stock = (two_islands.environment(0, ranks, gpus, channels) for channels in (8, 0))
-    assert more.items() - stock.items() == {("NCCL_NCHANNELS_PER_NET_PEER", "8")}
+    larger, stock = (two_islands.environment(0, ranks, gpus, chunk_kib) for chunk_kib in (512, 0))
+    assert larger.items() - stock.items() == {("NCCL_P2P_NET_CHUNKSIZE", "524288")}
 
 
 @pytest.mark.parametrize("op", [two_islands.GATHER, two_islands.SCATTER])
@@ -87,7 +87,7 @@ def test_matmuls_alone_leave_sms_to_exchanges(op: str):
     cp.validate(plan)
 
 
-HEAD = {"op": "all_gather_matmul", "case": "all_gather_matmul", "channels": 8,
+HEAD = {"op": "all_gather_matmul", "case": "all_gather_matmul, chunks of 512 KiB", "chunk_kib": 512,
         "m": 8192, "n": 140288, "k": 8192, "mode": "eager", "islands": 2, "shared": False,
         "gpu": "H200", "ranks": 2, "driver": "1",
         "torch": "2", "triton": "3", "nccl": "4", "multicast": False, "date": "2026-11-24",
@@ -95,7 +95,7 @@ HEAD = {"op": "all_gather_matmul", "case": "all_gather_matmul", "channels": 8,
 BAGS = {
     "op": two_islands.BAGS,
     "case": two_islands.BAGS,
-    "channels": 0,
+    "chunk_kib": 0,
     "batch": 65536,
     "each": 8,
     "pooling": 500,
@@ -113,12 +113,13 @@ def test_the_table_says_what_of_the_shorter_part_is_hidden():
     _, _, matmul, bags, _, note = two_islands.speedups(rows).splitlines()
     speedups = "1.00x, 1.35x, 1.69x, 1.64x"
     assert matmul == (
-        "| `all_gather_matmul`, 8 channels | 8192, 140288, 8192 | 28.000 + 25.000 (26.000) ms | "
-        f"{speedups}, 1.74x | 1.69x islands chunks=4 | 88%, {left} |"
+        "| `all_gather_matmul`, chunks of 512 KiB | 8192, 140288, 8192 | "
+        "28.000 + 25.000 (26.000) ms | "
+        f"{speedups}, 1.74x | 1.69x, 84% hidden, islands chunks=4 | 88%, {left} |"
     )
     assert bags.endswith(
         "65536 bags, 8 tables, 500 indices | 28.000 + 25.000 ms | "
-        f"{speedups} | 1.69x islands chunks=4 | 84%, chunks=4 |"
+        f"{speedups} | 1.69x, 84% hidden, islands chunks=4 | 84%, chunks=4 |"
     )
     assert "over the loopback" in note and "share the GPU" not in note
     assert "share the GPU" in two_islands.speedups([row | {"shared": True} for row in rows])
