@@ -41,6 +41,7 @@ from counterpoint.runtime.occupancy import occupancy
 
 SHORT_SCALE = 8  # of M and of the collective
 SWEEP_ROUNDS = 3
+SEARCH_S, SHORT_SEARCH_S = 10.0, 5.0  # of each search
 ZERO_CTA = Controls(transport="zero_cta")
 
 
@@ -65,7 +66,7 @@ def rows_of(case: Case, bench: Bench) -> list[Row]:
     heavy = pair.gemm == "mb" and pair.kernel != "cuBLAS"  # 100 ms and more
     rounds = bench.rounds or (5 if heavy or bench.short else 15)
     space = settings.space_of(loop.pipeline, mode)
-    arms, search_s = searched(loop, mode, space, 5.0 if bench.short else 20.0, bench)
+    arms, search_s = searched(loop, mode, space, SHORT_SEARCH_S if bench.short else SEARCH_S, bench)
     rows: list[Row] = []
     with Homes(loops, mode) as homes:
         shaped: dict[str, Controls] = {}
