@@ -2,6 +2,7 @@
 
 import time
 from contextlib import contextmanager
+from functools import lru_cache
 
 import pytest
 import torch
@@ -19,10 +20,16 @@ OPERATORS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 SHAPES = [(8, 8, 16), (37, 24, 40), (512, 1024, 512)]  # rows of a rank, N, K
 
 
+@lru_cache
+def every_rank():
+    """A group beside the default one. One for all tests: what NCCL has of each stays to the end."""
+    return dist.new_group()
+
+
 @contextmanager
 def on_islands(size):
     """A group whose neighbours are on islands of that size."""
-    group = dist.new_group()
+    group = every_rank()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COUNTERPOINT_ISLAND", str(group.rank() // size))
         workspace = workspace_of(group, torch.device("cuda", torch.cuda.current_device()))
@@ -157,6 +164,18 @@ def test_a_thousand_calls_of_varying_sizes_leave_memory_flat(gpus, op):
     (reserved, free), now = found
     assert now[0] == reserved
     assert now[1] >= free - (8 << 20)  # the driver's own, in 2 MiB pages
+
+
+def test_a_group_that_is_released_takes_its_communicators_again(gpus):
+    """NCCL's memory of a group does not grow with the workspaces that it has had."""
+    x, w, want, plain = operands(OPERATORS[0], *SHAPES[1])
+    found = []
+    for _ in range(3):
+        with on_islands(sizes()[-1]) as group:
+            y = cp.all_gather_matmul(x, w, group=group, plan="islands")
+            check(y, want, plain, f"workspace {len(found)}")
+            found.append(len(dist.distributed_c10d._world.pg_map))
+    assert found == found[:1] * 3
 
 
 def test_an_island_that_is_missing_is_named_and_the_gpu_drains(gpus):
