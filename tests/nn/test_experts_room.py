@@ -181,9 +181,9 @@ def test_what_has_no_room_is_told_how_many_rows_come(rank: int, ranks: int) -> l
     found: list[str] = []
     with on_islands(rank, ranks), rooms() as asked, pytest.MonkeyPatch.context() as patch:
         layer = layer_of(ranks)
-        free = room_for_rows.SHARE * 20_000 if rank else 2**40
+        free = 60_000 if rank else 2**40
         patch.setattr(room_for_rows, "_free_bytes", Mock(return_value=free))
-        for tokens in (5 + 8 * rank, 3):  # 13 * 2 * 2 rows of 304 bytes are 16 kB, of 20 tokens 24
+        for tokens in (5 + 8 * rank, 3):  # 13 * 2 * 2 rows of 864 bytes are 45 kB, of 20 tokens 69
             given = inputs(rank, ranks, tokens, "drawn")
             gots = ours(layer, *given)
             near, want = (by_torch(layer, d, *given) for d in (DTYPE, torch.float64))

@@ -80,9 +80,9 @@ class ExpertParallelMLP(Grouped):
             does not wait for the GPU, in no direction, eager or in a CUDA graph. Hosts tell each
             other how many tokens they bring, which may differ by rank and by call. That is so for
             plans "auto", "fused" and "routed" on one island of 2, 4, 8, ... ranks, of 16-bit
-            numbers, features and hidden multiples of 8, where a forward and a backward take at most
-            an eighth of the memory that is free at the layer's first call with such tokens; of fp16
-            the gradients of weights wait. Else, and in a compiled graph, the counts go to the host
+            numbers, features and hidden multiples of 8, where a model of eight such layers fits in
+            the memory that is free at the layer's first call with such tokens; of fp16 the
+            gradients of weights wait. Else, and in a compiled graph, the counts go to the host
             at each call, which waits for them, in no CUDA graph; the layer's repr says where memory
             was short. Given: on a GPU the host does not wait, and results have room for so many;
             all ranks then have as many tokens. Between islands each token then goes to each island:

@@ -15,7 +15,7 @@ from counterpoint.ops.agreement import captures, tell
 from counterpoint.runtime.workspace import workspace_of
 
 OP = "ExpertParallelMLP"
-SHARE = 8  # of the free memory one in so many bytes may be taken for room
+LAYERS = 8  # of a model, that keep what they need for their backward at once
 
 
 class Layer(NamedTuple):
@@ -75,7 +75,7 @@ def room_for(
     if key not in fits and not captures(device):
         asks = facts | {"asks for": "memory"}  # who has asked before is told apart
         free_bytes = min(tell(OP, asks, workspace, _free_bytes(device)))
-        fits[key] = SHARE * num_bytes(layer, rows) <= free_bytes
+        fits[key] = num_bytes(layer, rows) <= free_bytes
     return Room(most, rows) if fits.get(key, True) else None
 
 
@@ -86,12 +86,15 @@ def rounded(tokens: int) -> int:
 
 
 def num_bytes(layer: Layer, rows: int) -> int:
-    """Memory of a forward and a backward with that many rows by expert.
+    """Memory of a forward and a backward with that many rows by expert, in a model of LAYERS.
 
-    Rows, gate, up and what is between the matmuls are kept. The backward has their gradients beside
-    them, and the products before they are summed. Peers write to two halves of symmetric memory.
+    Each of them keeps rows, gate, up and what is between the matmuls. One backward at a time has
+    their gradients beside them, and the products before they are summed. Peers write to two halves
+    of symmetric memory, which layers share.
     """
-    return rows * (6 * layer.features + 7 * layer.hidden) * layer.dtype.itemsize
+    kept = layer.features + 3 * layer.hidden
+    once = 5 * layer.features + 4 * layer.hidden
+    return rows * (LAYERS * kept + once) * layer.dtype.itemsize
 
 
 def _free_bytes(device: torch.device) -> int:
