@@ -23,9 +23,16 @@ def problem(m: int, n: int, ranks: int) -> Problem:
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("n", [4096, 8192, 16384])
 def test_few_rows_take_one_kernel(ranks: int, n: int):
-    for m in (1, 8, 64, 128):
+    for m in (1, 8, 64):
         choice = by_model(problem(m, n, ranks), machine(ranks))
         assert choice.plan.family == "fused", choice.explain()
+
+
+@pytest.mark.parametrize("m, n", [(128, 16384), (512, 8192), (512, 16384)])
+def test_many_rows_take_two_kernels(m: int, n: int):
+    """As measured on 2 H100s, where one kernel takes 14 to 19 % longer."""
+    choice = by_model(problem(m, n, 2), machine(2))
+    assert choice.plan.family == "direct", choice.explain()
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -38,6 +38,7 @@ MOST_WARPS = 16
 # of a row that goes to all ranks rather than in parts: the bytes of more take longer than a second
 # trip; an estimate
 ONE_SHOT_BYTES = 512 << 10
+ROWS_SHARE = 0.5  # of memory's rate, by rows of 2 H100s
 
 
 class Settings(NamedTuple):
@@ -191,7 +192,9 @@ def _least_launches(p: Problem) -> str:
 def seconds(p: Problem, step: Step, machine: Machine) -> float:
     """Of the kernel: what it reads and writes; with peers, an all-reduce of ours in its place of x.
 
-    The constants of that are of one trip; a second one is not counted of either.
+    The constants of that are of one trip; a second one is not counted of either. A program that
+    waits for the words of its row reads nothing else meanwhile: memory then has ROWS_SHARE of its
+    rate.
     """
     costs, item_bytes = machine.costs, p.item_bytes
     kept = p.m * p.n * (item_bytes * (1 + p.residual) + ITEM_BYTES[FP8 if p.quantized else p.dtype])
@@ -201,7 +204,7 @@ def seconds(p: Problem, step: Step, machine: Machine) -> float:
     one = settings_in(step).shots == "one_shot"
     received = whole * (p.ranks - 1) * (1.0 if one else 2 / p.ranks)
     words_s = costs.direct_s + received / costs.direct_bytes_per_s
-    return words_s + kept / costs.hbm_bytes_per_s
+    return words_s + kept / (ROWS_SHARE * costs.hbm_bytes_per_s)
 
 
 def filled(p: Problem) -> Mapping[str, object]:
