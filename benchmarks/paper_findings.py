@@ -245,7 +245,7 @@ def decays() -> Found:
 
 def model() -> Found:
     """The regret of picks by the residency model."""
-    pairs = residency.swept(results("resources"))
+    pairs = residency.swept(residency.fitted_on())
     held = [p for p in pairs if not p.fitted]
     constants = residency.fit([p for p in pairs if p.fitted])
     regret = fmean(p.pick(constants)[1] for p in held)

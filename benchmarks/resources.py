@@ -292,7 +292,7 @@ def sweep(
 def pictures(found: Mapping[int, list[Row]], images: Path) -> None:
     """Of the arms, of shaping, and of GPUs that are not here."""
     sharing.pictures(found, images)
-    residency.picture(found, images)
+    residency.picture(residency.fitted_on(), images)
 
 
 RESOURCES = Benchmark(

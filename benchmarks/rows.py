@@ -120,14 +120,27 @@ def results(name: str, folder: Path = RESULTS, gpu: str = "") -> dict[int, list[
     Args:
         name: of the benchmark.
         folder: of the files.
-        gpu: as `kind_of` says it, since rows of different GPUs are never in one table; "": the
-            first of KINDS that has rows.
+        gpu: as `kind_of` says it, since rows of different GPUs are never in one table; "": of each
+            number of GPUs those of the kind that was measured last.
 
     Raises:
         InputError: a file has rows of more than one GPU, such as an H100 PCIe and an H100 NVL.
     """
-    if not gpu:
-        return next((found for kind in KINDS if (found := results(name, folder, kind))), {})
+    found: dict[int, list[Row]] = {}
+    for kind in (gpu,) if gpu else KINDS:
+        for ranks, rows in _of_kind(name, folder, kind).items():
+            if ranks not in found or _last(rows) > _last(found[ranks]):
+                found[ranks] = rows
+    return dict(sorted(found.items(), reverse=True))
+
+
+def _last(rows: Sequence[Row]) -> str:
+    """The day of the newest."""
+    return max(row.get("date", "") for row in rows)
+
+
+def _of_kind(name: str, folder: Path, gpu: str) -> dict[int, list[Row]]:
+    """As `results`, of one kind of GPU."""
     end = f"x-{gpu}.jsonl"
     files = {
         int(path.name.removesuffix(end).rpartition("-")[2]): path
@@ -135,12 +148,11 @@ def results(name: str, folder: Path = RESULTS, gpu: str = "") -> dict[int, list[
         for path in folder.glob(f"{old.replace('_', '-')}-[0-9]*{end}")
     }
     found: dict[int, list[Row]] = {}
-    for ranks in sorted(files, reverse=True):
-        rows = rows_of(files[ranks])
+    for ranks, path in files.items():
+        rows = rows_of(path)
         gpus = sorted({row["gpu"] for row in rows if "gpu" in row})
         if len(gpus) > 1:
-            raise InputError("results", str(files[ranks]), want="rows of one GPU",
-                             got=", ".join(gpus))  # fmt: skip
+            raise InputError("results", str(path), want="rows of one GPU", got=", ".join(gpus))
         if rows:
             found[ranks] = one_form(rows)
     return found

@@ -33,7 +33,7 @@ from counterpoint.scale.layout import Layout
 from counterpoint.scale.models import Model
 from counterpoint.scale.operators import Overlap
 
-RANKS = 2
+GPU, RANKS = "h200", 2
 # of a model whose MLP alone is asked for
 ANY: dict[str, Any] = {"heads": 2, "kv_heads": 2, "layers": 1, "vocab": 2}
 
@@ -55,12 +55,13 @@ class Own(NamedTuple):
 
 def own_steps(machine: Machine | None = None) -> list[Own]:
     """Every whole step that was measured on 2 GPUs, and what is predicted of it."""
-    where = machine or machine_of("scale_steps", f"h200-{RANKS}")
+    where = machine or machine_of("scale_steps", f"{GPU}-{RANKS}")
     of: dict[str, Callable[[Row, Machine], Iterator[Own]]] = {
         "compile": _layers, "training": _mlp, "steps": _whole,
     }  # fmt: skip
-    return [own for name, read in of.items() for case in taken(results(name)[RANKS], "case")
-            for row in case.rows for own in read(row, where)]  # fmt: skip
+    cases = {name: taken(results(name, gpu=GPU)[RANKS], "case") for name in of}
+    return [own for name, read in of.items() for case in cases[name] for row in case.rows
+            for own in read(row, where)]  # fmt: skip
 
 
 def _layers(row: Row, machine: Machine) -> Iterator[Own]:

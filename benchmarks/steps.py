@@ -190,7 +190,8 @@ def section(found: Mapping[int, list[Row]]) -> str:
 def pictures(found: Mapping[int, list[Row]], images: Path) -> None:
     """How much faster than the fastest that is not fused, of the most GPUs."""
     rows = next(iter(found.values()))
-    steps = [s for s in steps_of(rows) if s.what != "tables" and s.mode == "eager"]
+    whole = {"DLRM": IN_BACKWARD, "experts": BOTH}
+    steps = [s for s in steps_of(rows) if s.what == whole[s.kind] and s.mode == "eager"]
     mean = geometric_mean(s.over(s.fastest) for s in steps)
     bars(
         {

@@ -8,7 +8,7 @@ from loop_rows import FACTS
 
 from benchmarks import residency
 from benchmarks.loop import TRITON, Pair
-from benchmarks.rows import Row, results
+from benchmarks.rows import Row
 from counterpoint.kernels.matmul import matmul_kernel
 from counterpoint.resources.residency import Constants, Setting, time_ratio
 from counterpoint.testing.ptx import compiled
@@ -85,7 +85,7 @@ def test_rows_of_another_gpu_are_in_no_table_of_this_one(monkeypatch: pytest.Mon
 
 
 def test_it_meets_its_bars_on_the_committed_rows():
-    pairs = residency.swept(results("resources"))
+    pairs = residency.swept(residency.fitted_on())
     constants = residency.fit([pair for pair in pairs if pair.fitted])
     said = residency.said([pair for pair in pairs if not pair.fitted], constants)
     page = Path(__file__).parents[2] / "docs" / "results" / "sharing.md"
@@ -108,7 +108,7 @@ def test_blocks_are_what_triton_compiles(tile: str):
 
 
 def test_the_picture_says_that_it_is_predicted(tmp_path: Path):
-    residency.picture(results("resources"), tmp_path)
+    residency.picture(residency.fitted_on(), tmp_path)
     names = {f"sharing-predicted-{theme}.svg" for theme in ("light", "dark")}
     assert {p.name for p in tmp_path.iterdir()} == names
     residency.picture({4: FIT[:1]}, tmp_path / "none")

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.rows import results
 from benchmarks.scale_dlrm import dlrm_step, gradients_of_ranks_s
-from benchmarks.scale_steps import own_steps, picture, sections
+from benchmarks.scale_steps import GPU, own_steps, picture, sections
 from counterpoint.machine_of import machine_of
 
 
@@ -23,18 +23,21 @@ def test_errors_of_our_own_steps():
 
 
 def test_a_step_measured_again_counts_once_as_it_was_last(monkeypatch: pytest.MonkeyPatch):
-    steps = [row for row in results("steps")[2] if row["model"] == "DLRM-DCNv2"]
+    steps = [row for row in results("steps", gpu=GPU)[2] if row["model"] == "DLRM-DCNv2"]
     again = [row | {"median_s": 2 * row["median_s"], "named": "uniform"} for row in steps]
     found = {"compile": {2: []}, "training": {2: []}, "steps": {2: steps + again}}
-    monkeypatch.setattr("benchmarks.scale_steps.results", found.__getitem__)
+    monkeypatch.setattr("benchmarks.scale_steps.results", lambda name, gpu: found[name])
     times = {row["median_s"] for row in again}
     assert len(own_steps()) == 4 and all(own.row["median_s"] in times for own in own_steps())
 
 
 def test_ranks_of_a_dlrm_differ_by_the_gradients_of_their_tables():
     """What one rank takes longer than the other, as it was measured: 14 and 19 % off."""
-    rows = [row for row in results("steps")[2] if row["arm"] == "forward + backward, by fused"]
-    found = [row for row in rows if row["model"].startswith("DLRM")]
+    found = [
+        row
+        for row in results("steps", gpu=GPU)[2]
+        if row["arm"] == "forward + backward, by fused" and row["model"].startswith("DLRM")
+    ]
     assert len(found) == 2
     for row in found:
         machine = machine_of("test", "h200-2")

@@ -352,9 +352,18 @@ def test_older_rows_are_put_into_one_form(tmp_path: Path):
         (tmp_path / f"{name}.jsonl").write_text('{"arm": "a", "ranks": 1}\n')
     assert list(results("decode", tmp_path)) == [8, 2]
     assert list(results("transports", tmp_path)) == [4, 2]
-    (tmp_path / "decode-4x-h100.jsonl").write_text('{"arm": "a", "ranks": 1}\n')
-    assert list(results("decode", tmp_path)) == [8, 2]
-    assert list(results("decode", tmp_path, "h100")) == [4]
+
+
+def test_of_each_number_of_gpus_the_rows_of_the_kind_that_was_measured_last(tmp_path: Path):
+    files = {"8x-h200": "2026-11-02", "2x-h200": "2026-11-01", "4x-h100": "2026-11-01",
+             "2x-h100": "2026-11-03"}  # fmt: skip
+    for name, date in files.items():
+        row = {"arm": "a", "gpu": f"NVIDIA {name[3:].upper()}", "ranks": int(name[0]), "date": date}
+        (tmp_path / f"decode-{name}.jsonl").write_text(json.dumps(row) + "\n")
+    found = results("decode", tmp_path)
+    gpus = [(ranks, rows[0]["gpu"]) for ranks, rows in found.items()]
+    assert gpus == [(8, "NVIDIA H200"), (4, "NVIDIA H100"), (2, "NVIDIA H100")]
+    assert list(results("decode", tmp_path, "h100")) == [4, 2]
 
 
 @pytest.mark.parametrize(("gpu", "kind"), [
