@@ -103,8 +103,8 @@ class Step:
             sides = [min(pooling), arms["exchange"]]
         else:
             sides = [arms[f"{side}, by {what}"] for side in ("matmuls", "exchanges")]
-        named = ", Zipf" if case.head.get("named") == "zipf" else ""
-        self.label = f"{case.head['model']}, {case.head['size']}{named}, {what}"
+        self.named = ", Zipf" if case.head.get("named") == "zipf" else ""
+        self.label = f"{case.head['model']}, {case.head['size']}{self.named}, {what}"
         self.bound_s = min(sides)  # what hiding saves at most
         self.ours = "default" if "default" in self.seconds else "fused"
         self.fastest = self._least(UNFUSED[self.kind])
@@ -190,12 +190,12 @@ def section(found: Mapping[int, list[Row]]) -> str:
 def pictures(found: Mapping[int, list[Row]], images: Path) -> None:
     """How much faster than the fastest that is not fused, of the most GPUs."""
     rows = next(iter(found.values()))
-    whole = {"DLRM": IN_BACKWARD, "experts": BOTH}
+    whole, unit = {"DLRM": IN_BACKWARD, "experts": BOTH}, {"DLRM": "samples", "experts": "tokens"}
     steps = [s for s in steps_of(rows) if s.what == whole[s.kind] and s.mode == "eager"]
     mean = geometric_mean(s.over(s.fastest) for s in steps)
     bars(
         {
-            s.label.replace(", f", " samples, f" if s.kind == "DLRM" else " tokens, f"): {
+            f"{s.head['model']}, {s.head['size']} {unit[s.kind]}{s.named}, {s.what}": {
                 "the fastest that is not fused": s.seconds[s.fastest],
                 "serial: torch's own operators": s.seconds["torch"],
                 "counterpoint": s.seconds[s.ours],
