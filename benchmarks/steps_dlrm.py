@@ -89,7 +89,7 @@ def dlrm_arms(
     own = ways["fused"].tables.bags.own
     batches = [dlrm.batch_of(s, own, i, bench.device, named) for i in range(SETS)]
     before = by_table(numbers(ways["torch"]), len(own))
-    want = exact(s, torch_s, dense, batches[0])
+    want = exact(s, torch_s, dense, batches[0], dtype)
     with torch.no_grad():
         pooled = torch_s.pooled(batches[0].indices)
 
@@ -136,24 +136,38 @@ def dlrm_arms(
                 pool=torch.cuda.graph_pool_handle() if bench.on_gpu else None)  # fmt: skip
 
 
-def exact(
-    s: dlrm.Sizes, tables: dlrm.InThree, dense: dlrm.Dense, batch: dlrm.Batch
-) -> dict[str, list[Tensor]]:
-    """Gradients, and what each kind of step changes, by torch in fp64: of each table, of the rest.
+class Rounded(nn.Module):
+    """Tables in fp64, whose pooled rows are what other layers compute with."""
 
-    They are kept in fp32, half as large: those of all three kinds stay beside nine models.
+    def __init__(self, tables: dlrm.InThree, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.wide, self.dtype = copy.deepcopy(tables).double(), dtype
+
+    def forward(self, indices: Tensor) -> Tensor:
+        return self.wide(indices).to(self.dtype)
+
+
+def exact(
+    s: dlrm.Sizes, tables: dlrm.InThree, dense: dlrm.Dense, batch: dlrm.Batch, dtype: torch.dtype
+) -> dict[str, list[Tensor]]:  # fmt: skip
+    """Gradients, and what each kind of step changes, of each table by torch in fp64; of the rest.
+
+    The rest is the same code in all ways, and here: in bf16 it is off by so much that wrong tables
+    would not be seen beside it. They are kept in fp32, half as large: those of all three kinds stay
+    beside nine models.
 
     Args:
         tables: of this rank; are copied, as `dense` is.
+        dtype: of activations.
     """
-    batch, want = batch._replace(features=batch.features.double()), dict[str, list[Tensor]]()
+    want = dict[str, list[Tensor]]()
     for what in (STEP, IN_BACKWARD):
-        wide = copy.deepcopy(tables).double()
+        rounded = Rounded(tables, dtype)
         if what == IN_BACKWARD:
-            wide.fuse_optimizer(row_wise(s))
-        training = dlrm.Training(s, wide, copy.deepcopy(dense).double(), torch.float32,
+            rounded.wide.fuse_optimizer(row_wise(s))
+        training = dlrm.Training(s, rounded, copy.deepcopy(dense), dtype,
                                  in_backward=what == IN_BACKWARD)  # fmt: skip
-        before, own = [*tables.parameters(), *dense.parameters()], len(wide.tables)
+        before, own = [*tables.parameters(), *dense.parameters()], len(tables.tables)
         training.forward_backward(batch)
         if what == STEP:
             want[BOTH] = by_table([p.grad.float() for p in parameters(training)], own)
