@@ -16,7 +16,7 @@ demo: $(VENV)/.ready-run  ## every plan of two operators, checked, and a picture
 	@PYTHONPATH=src $(VENV)/bin/python -m counterpoint demo $(ARGS)
 
 test: $(VENV)/.ready-dev  ## all checks: ruff, pyright, pytest (ARGS="-k graded" for pytest)
-	@echo "make test takes about 20 minutes on 2 cores, more the first time: kernels are compiled"
+	@echo "make test takes about 25 minutes on 2 cores, more the first time: kernels are compiled"
 	@echo "[1/4] ruff check"
 	@$(VENV)/bin/ruff check --quiet .
 	@echo "[2/4] ruff format"

@@ -14,15 +14,12 @@ import torch
 from torch import Tensor
 
 from benchmarks.declare import Arms, Bench, Benchmark, Case, Section
-from benchmarks.expert_tensors import MODELS, Model
+from benchmarks.expert_tensors import MODELS, Model, hbm_bytes_per_s
 from benchmarks.experts_in_torch import Batch, batch_of, in_torch, own_of, swiglu_mlp
 from benchmarks.rows import Row, Timed, taken
 from benchmarks.steps_experts import Way, by_torch, forward, ours, weights_of
 from benchmarks.tables import by_machine, measured, us
-from counterpoint.errors import InputError
-from counterpoint.machine_of import shipped
 from counterpoint.measure.timing import relative_error
-from counterpoint.presets import preset_of
 
 TOKENS = (1, 8, 64, 128)  # of a rank
 SETS = 8  # of tokens in rotation
@@ -88,21 +85,6 @@ def arms(case: Case, bench: Bench, dtype: torch.dtype = torch.bfloat16) -> Arms:
 
 
 # ---- what is said of the rows
-
-
-def hbm_bytes_per_s(row: Row) -> float:
-    """The rate at which a kernel reads the memory of the row's GPU: as measured, else of its
-    preset.
-
-    Raises:
-        InputError: nothing is known of this GPU.
-    """
-    gpu, ranks = row["gpu"], row["ranks"]
-    machine = shipped(gpu, ranks) or preset_of(gpu, ranks)
-    if machine is None:
-        want = "a GPU whose memory's rate is known"
-        raise InputError("decode_experts", "gpu", want=want, got=repr(gpu))
-    return machine.costs.hbm_bytes_per_s
 
 
 class Few:

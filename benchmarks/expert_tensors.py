@@ -8,6 +8,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from benchmarks.declare import Bench, Case
+from benchmarks.rows import Row
+from counterpoint.errors import InputError
+from counterpoint.machine_of import shipped
+from counterpoint.presets import preset_of
 
 
 class Model(NamedTuple):
@@ -123,3 +127,18 @@ class Layer:
         """The weighted sum of a token's rows, by the library."""
         rows = y.index_select(0, self.index.view(-1)).view(*self.index.shape, -1)
         return torch.bmm(self.weights.to(y.dtype)[:, None], rows)[:, 0]
+
+
+def hbm_bytes_per_s(row: Row) -> float:
+    """The rate at which a kernel reads the memory of the row's GPU: as measured, else of its
+    preset.
+
+    Raises:
+        InputError: nothing is known of this GPU.
+    """
+    gpu, ranks = row["gpu"], row["ranks"]
+    machine = shipped(gpu, ranks) or preset_of(gpu, ranks)
+    if machine is None:
+        want = "a GPU whose memory's rate is known"
+        raise InputError("experts", "gpu", want=want, got=repr(gpu))
+    return machine.costs.hbm_bytes_per_s

@@ -23,7 +23,7 @@ from torch import Tensor
 import counterpoint as cp
 from benchmarks.choice import candidates, choice_of
 from benchmarks.declare import Arms, Bench, Benchmark, Call, Case, Section
-from benchmarks.expert_tensors import MODELS, Layer, case_of
+from benchmarks.expert_tensors import MODELS, Layer, case_of, hbm_bytes_per_s
 from benchmarks.experts_routed import ROUTED, Routed
 from benchmarks.layouts import layouts
 from benchmarks.pictures import dots, place, shown, speedups
@@ -33,7 +33,6 @@ from counterpoint.machine_of import shipped
 from counterpoint.measure.timing import relative_error
 from counterpoint.problem import Problem
 
-HBM_BYTES_PER_S = 4.3e12  # at which weights are read once
 NAMES = {"all_to_all_matmul": "to the experts", "matmul_all_to_all": "back"}
 TITLES = {"all_to_all_matmul": "all-to-all, then matmul",
           "matmul_all_to_all": "matmul, then all-to-all"}  # fmt: skip
@@ -195,10 +194,10 @@ def times(cases: Sequence[Said]) -> str:
         h, (pick, auto_s) = c.head, c.auto
         share = (c.in_place_s - c.ours_s) / (c.in_place_s - c.longer_s)
         line = [f"{h['model']}, {h['tokens']}, {h['routing']}", _us(c.matmul_s),
-                _us(c.s("communication")), _us(h["weight_bytes"] / HBM_BYTES_PER_S), _us(c.pair_s),
-                _us(c.in_place_s), _us(c.longer_s), _us(c.ours_s), f"{c.pair_s / c.ours_s:.2f}",
-                f"{c.in_place_s / c.ours_s:.2f}", f"{share:.0%}", _us(c.planned_s),
-                f"{_us(auto_s)} {pick}".strip()]  # fmt: skip
+                _us(c.s("communication")), _us(h["weight_bytes"] / hbm_bytes_per_s(h)),
+                _us(c.pair_s), _us(c.in_place_s), _us(c.longer_s), _us(c.ours_s),
+                f"{c.pair_s / c.ours_s:.2f}", f"{c.in_place_s / c.ours_s:.2f}", f"{share:.0%}",
+                _us(c.planned_s), f"{_us(auto_s)} {pick}".strip()]  # fmt: skip
         if c.combines:
             theirs, ours = c.least("in place", ", sum"), c.s("one kernel, sum")
             line += [_us(theirs), _us(ours), f"{theirs / ours:.2f}"]
