@@ -67,6 +67,7 @@ _communicators: WeakKeyDictionary[dist.ProcessGroup, Any] = WeakKeyDictionary()
 def _communicator_of(group: dist.ProcessGroup, ranks: list[int]) -> Any:
     """Its own communicator for what goes between islands; collective where it has none."""
     if group not in _communicators:
+        # SMs that a matmul leaves are an exchange's first
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         _communicators[group] = dist.new_group(
             ranks, use_local_synchronization=True, pg_options=options
@@ -86,7 +87,6 @@ class Nccl:
         self._words = torch.zeros(2, 2, dtype=torch.int64).pin_memory()
         self._begun, self._ended = self._words.numpy()
         self._under_way, self._since_s = 0, 0.0
-        # SMs that a matmul leaves are an exchange's first
         self._group = _communicator_of(workspace.group, self._ranks)
         lanes_of(workspace).watchdog.watch(self._late, self._group.abort)
         self._connect()
