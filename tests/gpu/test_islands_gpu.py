@@ -166,18 +166,6 @@ def test_a_thousand_calls_of_varying_sizes_leave_memory_flat(gpus, op):
     assert now[1] >= free - (8 << 20)  # the driver's own, in 2 MiB pages
 
 
-def test_a_group_that_is_released_takes_its_communicators_again(gpus):
-    """NCCL's memory of a group does not grow with the workspaces that it has had."""
-    x, w, want, plain = operands(OPERATORS[0], *SHAPES[1])
-    found = []
-    for _ in range(3):
-        with on_islands(sizes()[-1]) as group:
-            y = cp.all_gather_matmul(x, w, group=group, plan="islands")
-            check(y, want, plain, f"workspace {len(found)}")
-            found.append(len(dist.distributed_c10d._world.pg_map))
-    assert found == found[:1] * 3
-
-
 def test_an_island_that_is_missing_is_named_and_the_gpu_drains(gpus):
     """A rank that waits in a collective of the library's hears of it as in any other wait."""
     group = dist.new_group()

@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -59,22 +58,6 @@ def wire_of(workspace: Workspace) -> Wire:
     return workspace.wire
 
 
-# of a group, as long as it is there. NCCL cannot destroy a communicator while a graph of the user's
-# has calls of it, so a workspace of the same group that is made anew takes it again
-_communicators: WeakKeyDictionary[dist.ProcessGroup, Any] = WeakKeyDictionary()
-
-
-def _communicator_of(group: dist.ProcessGroup, ranks: list[int]) -> Any:
-    """Its own communicator for what goes between islands; collective where it has none."""
-    if group not in _communicators:
-        # SMs that a matmul leaves are an exchange's first
-        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-        _communicators[group] = dist.new_group(
-            ranks, use_local_synchronization=True, pg_options=options
-        )
-    return _communicators[group]
-
-
 class Nccl:
     """On the current stream. The watchdog sees in words of the host which exchange does not end."""
 
@@ -87,7 +70,11 @@ class Nccl:
         self._words = torch.zeros(2, 2, dtype=torch.int64).pin_memory()
         self._begun, self._ended = self._words.numpy()
         self._under_way, self._since_s = 0, 0.0
-        self._group = _communicator_of(workspace.group, self._ranks)
+        # SMs that a matmul leaves are an exchange's first
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        self._group: Any = dist.new_group(
+            self._ranks, use_local_synchronization=True, pg_options=options
+        )
         lanes_of(workspace).watchdog.watch(self._late, self._group.abort)
         self._connect()
 
