@@ -186,3 +186,24 @@ def test_an_island_that_is_missing_is_named_and_the_gpu_drains(gpus):
         with pytest.raises(cp.PeerTimeoutError, match=r"rank \d+ \(island 1\) did not"):
             cp.check(group)
     dist.barrier()
+
+
+def test_a_workspace_finds_the_communicator_of_the_last_one_unless_it_was_ended(gpus):
+    """Memory stays flat over released groups, and an ended one's turn is over on all ranks."""
+    group = dist.new_group()
+    x, w, want, plain = operands(OPERATORS[0], 64, 96, 128)
+    found, free = [], []
+    for ended in (False, False, True, False):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("COUNTERPOINT_ISLAND", str(group.rank()))
+            workspace = workspace_of(group, gpus)
+        check(cp.all_gather_matmul(x, w, group=group, plan="islands"), want, plain, f"{len(found)}")
+        torch.cuda.synchronize()
+        found.append(workspace.wire.communicator)
+        free.append(torch.cuda.mem_get_info()[0])
+        dist.barrier()
+        if ended and group.rank() == 0:
+            workspace.wire.end()
+        forget(workspace)
+    assert found[0] is found[1] is found[2] is not found[3]
+    assert free[1] >= free[0] - (8 << 20)

@@ -19,7 +19,7 @@ from counterpoint.errors import InputError, UnsupportedError
 from counterpoint.machine import Machine
 from counterpoint.measure import record
 from counterpoint.measure.characterize_cpu import characterize_cpu
-from counterpoint.measure.exchanges import Row, exchanges, island_of
+from counterpoint.measure.exchanges import Row, exchanges
 from counterpoint.measure.timing import captured, host_s, rotate
 from counterpoint.model.calibrate import fit
 from counterpoint.model.calibrate_cpu import nic_of
@@ -33,6 +33,7 @@ from counterpoint.problem import Problem
 from counterpoint.runtime import compute, launch_collective, launch_cuda
 from counterpoint.runtime.driver import Copy, copy_async
 from counterpoint.runtime.fused import fused_memory
+from counterpoint.runtime.islands import group_of_island
 from counterpoint.runtime.symmetric import allocate
 from counterpoint.runtime.workspace import Places, workspace_of
 
@@ -79,7 +80,8 @@ def characterize(
     progress("exchanges")
     rows, costs = exchanges(workspace, rounds), None
     if workspace.islands.size > 1:
-        bench = Bench(island_of(workspace), device, rounds)
+        mine = group_of_island(workspace.group, workspace.islands.mine)
+        bench = Bench(mine, device, rounds)
         questions = (
             bench.matmuls, bench.copies, bench.collectives, bench.direct, bench.memory,
             bench.signals, bench.contention, bench.host,

@@ -40,16 +40,6 @@ def exchanges(workspace: Workspace, rounds: int) -> list[Row]:
     return found
 
 
-def island_of(workspace: Workspace) -> dist.ProcessGroup:
-    """The group of this rank's island: all of them where there is one. Collective."""
-    if workspace.islands.number == 1:
-        return workspace.group
-    ranks = dist.get_process_group_ranks(workspace.group)
-    mine = [ranks[r] for r in workspace.islands.mine]
-    group: Any = dist.new_group(mine, use_local_synchronization=True)
-    return group
-
-
 def exchange(workspace: Workspace, num_bytes: int) -> Callable[[], object]:
     """One exchange with the rail of each other island, over and over: a call is one of them."""
     wire, islands, ranks = wire_of(workspace), workspace.islands, workspace.group.size()

@@ -9,7 +9,12 @@ import socket
 from collections.abc import Sequence
 from functools import cache
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+
+_groups: WeakKeyDictionary[dist.ProcessGroup, dict[range, Any]] = WeakKeyDictionary()
 
 
 class Islands(NamedTuple):
@@ -70,3 +75,19 @@ def host() -> str:
     with open("/proc/sys/kernel/random/boot_id") as file:
         boot = file.read().strip()
     return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')} of boot {boot}"
+
+
+def group_of_island(group: dist.ProcessGroup, mates: range) -> dist.ProcessGroup:
+    """The group of the ranks that share an island, made once; all of them call this.
+
+    Args:
+        group: of all islands.
+        mates: its ranks that are on this one's.
+    """
+    if len(mates) == group.size():
+        return group
+    groups = _groups.setdefault(group, {})
+    if mates not in groups:
+        ranks = [dist.get_global_rank(group, r) for r in mates]
+        groups[mates] = dist.new_group(ranks, use_local_synchronization=True)
+    return groups[mates]

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from counterpoint.errors import UnsupportedError
+from counterpoint.runtime.islands import group_of_island
 from counterpoint.runtime.symmetric_memory import NOT_HERE, SymmetricMemory, check_sizes
 
 
@@ -57,7 +58,7 @@ def allocate_cuda(
         buffers: list[Any] = [NOT_HERE] * len(reports)
         problem = ""
         try:
-            handle = symmetric_memory.rendezvous(buffer, _group_of(group, mates).group_name)
+            handle = symmetric_memory.rendezvous(buffer, group_of_island(group, mates).group_name)
             for i, rank in enumerate(mates):
                 buffers[rank] = handle.get_buffer(i, (num_bytes,), torch.uint8)
             # a tensor of the handle does not keep memory alive, as the one that made it does
@@ -74,15 +75,6 @@ def allocate_cuda(
                 )
     pids = tuple(pid for *_, pid in reports)
     return SymmetricMemory(dist.get_rank(group), tuple(buffers), pids, handle)
-
-
-def _group_of(group: dist.ProcessGroup, mates: range) -> dist.ProcessGroup:
-    """Of the ranks that share memory: the group itself, or one of an island."""
-    if len(mates) == group.size():
-        return group
-    ranks = [dist.get_global_rank(group, r) for r in mates]
-    found: Any = dist.new_group(ranks, use_local_synchronization=True)
-    return found
 
 
 def torch_symmetric_memory() -> ModuleType:

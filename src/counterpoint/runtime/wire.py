@@ -13,9 +13,10 @@ of the user's comes between; on CPU ranks gloo's.
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,7 @@ from torch import Tensor
 from counterpoint.errors import CounterpointError, PeerTimeoutError
 from counterpoint.runtime.lanes_cuda import lanes_of
 from counterpoint.runtime.notice_board import LOOK_EVERY_S, Awaited, Late
+from counterpoint.runtime.store import store_of
 from counterpoint.runtime.workspace import Workspace
 
 Messages = Sequence[tuple[Tensor, int]]  # each with a rank of the group
@@ -59,7 +61,11 @@ def wire_of(workspace: Workspace) -> Wire:
 
 
 class Nccl:
-    """On the current stream. The watchdog sees in words of the host which exchange does not end."""
+    """On the current stream. The watchdog sees in words of the host which exchange does not end.
+
+    Attributes:
+        communicator: what is between the ranks, for exchanges alone.
+    """
 
     def __init__(self, workspace: Workspace) -> None:
         self._workspace = workspace
@@ -70,13 +76,15 @@ class Nccl:
         self._words = torch.zeros(2, 2, dtype=torch.int64).pin_memory()
         self._begun, self._ended = self._words.numpy()
         self._under_way, self._since_s = 0, 0.0
-        # SMs that a matmul leaves are an exchange's first
-        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-        self._group: Any = dist.new_group(
-            self._ranks, use_local_synchronization=True, pg_options=options
-        )
-        lanes_of(workspace).watchdog.watch(self._late, self._group.abort)
+        self.communicator = _communicator_of(workspace)
+        lanes_of(workspace).watchdog.watch(self._late, self.end)
         self._connect()
+
+    def end(self) -> None:
+        """End what does not end by itself, and let no workspace find its communicator again."""
+        turn, _ = _kept[self._workspace.group]
+        _kept[self._workspace.group] = turn, None
+        self.communicator.abort()
 
     def _connect(self) -> None:
         """Meet all rails: connections are made at a first exchange, which may be in no graph."""
@@ -92,9 +100,15 @@ class Nccl:
         self._count[:1].add_(1)
         self._count[1:].fill_(self._known.setdefault(whom, len(self._known)))
         self._words[0].copy_(self._count, non_blocking=True)
-        ops = [dist.P2POp(op, t, self._ranks[r], self._group) for op, t, r in _works(sent, kept)]
-        for work in dist.batch_isend_irecv(ops) if ops else ():
-            work.wait()
+        kept, sent = _of_something(kept), _of_something(sent)
+        if kept or sent:
+            communicator, device = self.communicator, self._workspace.device
+            communicator._start_coalescing(device)
+            for block, rank in kept:
+                communicator.recv([block], rank, 0)
+            for block, rank in sent:
+                communicator.send([block], rank, 0)
+            communicator._end_coalescing(device).wait()
         self._words[1].copy_(self._count, non_blocking=True)
 
     def _late(self) -> CounterpointError | None:
@@ -110,6 +124,35 @@ class Nccl:
         return not_exchanged(self._workspace, op, others, step, f"within {timeout_s:g} s")
 
 
+# Of each group, which in turn it is, and the communicator. A workspace that comes after another
+# finds it: freeing one waits for all graphs that have captured it, and each has memory of its own.
+_kept: WeakKeyDictionary[dist.ProcessGroup, tuple[int, Any]] = WeakKeyDictionary()
+
+
+def _communicator_of(workspace: Workspace) -> Any:
+    """NCCL's for exchanges alone: the last workspace's, unless a rank has ended it. Collective.
+
+    It is in none of torch's tables: `new_group` names a group by how many a rank has, which ranks
+    may differ in, and splits the default communicator, to which all ranks would have to come.
+    """
+    group = workspace.group
+    turn, found = _kept.get(group, (0, None))
+    every = workspace.gather((turn, found is not None))
+    if not all(usable for _, usable in every):
+        turn, rank, ranks = 1 + max(turn for turn, _ in every), workspace.rank, len(every)
+        store = dist.distributed_c10d.PrefixStore(f"counterpoint/exchange/{turn}/", store_of(group))
+        # SMs that a matmul leaves are an exchange's first
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        options.global_ranks_in_group = dist.get_process_group_ranks(group)
+        name: Any = f"{group.group_name}/counterpoint/{turn}"
+        options.group_name = name
+        found = dist.ProcessGroup(store, rank, ranks)
+        backend = dist.ProcessGroupNCCL(store, rank, ranks, options)
+        found._register_backend(workspace.device, dist.ProcessGroup.BackendType.NCCL, backend)
+        _kept[group] = turn, found
+    return found
+
+
 class Gloo:
     """A thread waits for gloo, which cannot be told to end; the lane looks at the notice board."""
 
@@ -119,7 +162,10 @@ class Gloo:
 
     def exchange(self, sent: Messages, kept: Messages, awaited: Awaited) -> None:
         group, board, works = self._workspace.group, self._workspace.board, list[_Work]()
-        for op, block, rank in _works(sent, kept):
+        # Receives first: gloo tells the other end that it may send, in line with what is sent;
+        # behind a block of ours, one direction would go after the other.
+        both = ((dist.irecv, kept), (dist.isend, sent))
+        for op, block, rank in [(op, *each) for op, some in both for each in _of_something(some)]:
             try:
                 works.append((op(block, self._ranks[rank], group), rank))
             except RuntimeError as error:
@@ -159,14 +205,9 @@ def not_exchanged(
 _Work = tuple[Any, int]  # of gloo, and whom it is with
 
 
-def _works(sent: Messages, kept: Messages) -> list[tuple[Callable[..., Any], Tensor, int]]:
-    """What is received and sent, as torch.distributed has it: of nothing nothing.
-
-    Receives first: gloo tells the other end that it may send, in line with what is sent; behind a
-    block of ours, one direction would go after the other.
-    """
-    both = ((dist.irecv, kept), (dist.isend, sent))
-    return [(op, t, rank) for op, blocks in both for t, rank in blocks if t.numel()]
+def _of_something(messages: Messages) -> Messages:
+    """Without those of no element."""
+    return [each for each in messages if each[0].numel()]
 
 
 class _Waited:
