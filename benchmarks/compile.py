@@ -38,7 +38,7 @@ import counterpoint as cp
 from benchmarks import blocks
 from benchmarks.declare import Arms, Bench, Benchmark, Call, Case, Section
 from benchmarks.pictures import DARK, Theme, in_both, place, shown
-from benchmarks.rows import Row, Timed, taken
+from benchmarks.rows import Row, Timed, gpus_of, taken
 from benchmarks.tables import measured, ms
 from counterpoint.measure.canvas import duration
 from counterpoint.measure.draw import draw_timeline
@@ -432,11 +432,12 @@ TITLES = {TRAIN: "Training, forward and backward", PREFILL: "Prefill", DECODE: "
 def section(found: Mapping[int, list[Row]]) -> str:
     """docs/results/compile.md."""
     parts: list[str] = []
-    for ranks, rows in found.items():
+    for rows in found.values():
+        where = gpus_of(rows)
         for step, title in TITLES.items():
             if text := times_table(rows, step):
-                parts += [f"**{title}, {ranks} GPUs**", text]
-        parts += [f"**Memory and compile time, {ranks} GPUs**", costs_table(rows)]
+                parts += [f"**{title}, {where}**", text]
+        parts += [f"**Memory and compile time, {where}**", costs_table(rows)]
     return "\n\n".join(parts)
 
 

@@ -114,7 +114,8 @@ def epilogue_table(rows: list[Row]) -> str:
     """Every case."""
     found = taken(rows, "case")
     gains = [c.s("apart") / c.s("auto") for c in found]
-    note = ("Microseconds in a graph, N of gate and of up, each; on one GPU nothing is gathered. "
+    alone = "; on one GPU nothing is gathered" if rows[0]["ranks"] == 1 else ""
+    note = (f"Microseconds in a graph, N of gate and of up, each{alone}. "
             f"apart / auto, geometric mean of {len(found)}: {geometric_mean(gains):.2f}, least "
             f"{min(gains):.2f}.")  # fmt: skip
     return table(COLUMNS, found, note)

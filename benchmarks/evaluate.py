@@ -26,7 +26,7 @@ from benchmarks.evaluated import (
     ways_of,
 )
 from benchmarks.pictures import Point, dots, errors, words
-from benchmarks.rows import RESULTS, Row
+from benchmarks.rows import RESULTS, Row, gpus
 from benchmarks.scenarios import HELD_OUT, expert_scenarios, held_out, scenarios
 from benchmarks.score import RIGHT
 from benchmarks.tables import measured, torch_note
@@ -167,19 +167,19 @@ def scores(_: Mapping[int, list[Row]]) -> str:
     published: list[str] = []
     before: list[str] = []
     for ranks, found in committed().items():
-        machine = shipped(found[0].gpu, ranks)
+        where, machine = gpus(ranks, found[0].gpu), shipped(found[0].gpu, ranks)
         assert machine is not None, "the library has measured costs of H200s"
         parts = parts_of(found)
         if HELD_OUT not in parts:
             count = len(held_out(ranks))
-            published.append(f"**{ranks} GPUs, {HELD_OUT}: {count} scenarios: not measured.**")
+            published.append(f"**{where}, {HELD_OUT}: {count} scenarios: not measured.**")
         for name, part in parts.items():
             text = published if name == HELD_OUT else before
             if not name.startswith("all "):
-                text += [f"**{ranks} GPUs, {name}: {len(part)} scenarios**",
+                text += [f"**{where}, {name}: {len(part)} scenarios**",
                          score_table(part, machine)]  # fmt: skip
             if name in (HELD_OUT, UNSEEN):
-                text += [f"**{ranks} GPUs, {name}, {MANY_TOKENS} tokens or more**",
+                text += [f"**{where}, {name}, {MANY_TOKENS} tokens or more**",
                          score_table(part, machine, MANY_TOKENS),
                          errors_of(part, machine)]  # fmt: skip
     return "\n\n".join([*published, *before])
@@ -203,7 +203,7 @@ def short_scores(_: Mapping[int, list[Row]]) -> str:
                 f"{len(part)} scenarios of models looked at before (the {count} held-out ones are "
                 "not measured)"
             )
-        lines.append(f"- {ranks} GPUs, {what}:")
+        lines.append(f"- {gpus(ranks, found[0].gpu)}, {what}:")
         lines += [
             f"    - {_in_words(ways[name], part)}" for name in dict.fromkeys((AS_MEASURED, now))
         ]

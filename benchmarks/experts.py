@@ -27,7 +27,7 @@ from benchmarks.expert_tensors import MODELS, Layer, case_of, hbm_bytes_per_s
 from benchmarks.experts_routed import ROUTED, Routed
 from benchmarks.layouts import layouts
 from benchmarks.pictures import dots, place, shown, speedups
-from benchmarks.rows import Row, Timed, taken
+from benchmarks.rows import Row, Timed, gpus_of, taken
 from benchmarks.tables import measured, us
 from counterpoint.machine_of import shipped
 from counterpoint.measure.timing import relative_error
@@ -238,10 +238,10 @@ def auto_means(cases: Sequence[Said]) -> str:
 def experts_section(found: Mapping[int, list[Row]]) -> str:
     """Both directions on each machine."""
     parts = [shown("experts", "Speedup of expert layers, by model, tokens and routing")]
-    for ranks, rows in found.items():
+    for rows in found.values():
         for op, name in NAMES.items():
             if some := [c for c in said(rows) if c.head["op"] == op]:
-                parts.append(f"{ranks} GPUs, rows {name}:\n\n{times(some)}\n\n{means(some)}")
+                parts.append(f"{gpus_of(rows)}, rows {name}:\n\n{times(some)}\n\n{means(some)}")
     return "\n\n".join(parts)
 
 
@@ -251,8 +251,8 @@ def routed_section(found: Mapping[int, list[Row]]) -> str:
     head = ["GPUs, direction, model, tokens of a rank", "matmul grouped", "one kernel", ROUTED[0],
             host, "by routes / matmul grouped"]  # fmt: skip
     lines: list[tuple[Sequence[str], Sequence[Row]]] = []
-    for ranks, rows in found.items():
-        lines += [_routed_line(ranks, c) for c in said(rows) if ROUTED[0] in c.case]
+    for rows in found.values():
+        lines += [_routed_line(c) for c in said(rows) if ROUTED[0] in c.case]
     note = (
         "Times are microseconds in CUDA graphs. By routes, a token goes once to each rank that has "
         "some of its experts. *One kernel* sends it once for each expert. Rows back include their "
@@ -262,13 +262,14 @@ def routed_section(found: Mapping[int, list[Row]]) -> str:
     return measured(head, lines, note)
 
 
-def _routed_line(ranks: int, c: Said) -> tuple[Sequence[str], Sequence[Row]]:
+def _routed_line(c: Said) -> tuple[Sequence[str], Sequence[Row]]:
     h, direction = c.head, "back" if c.combines else "to the experts"
     one = "one kernel, sum" if c.combines else "one kernel"
     times = [us(c.s(arm), 0) for arm in ("matmul grouped", one, ROUTED[0])]
     times.append(us(c.case.eager[ROUTED[1]]["median_s"], 0))
     ratio = f"{c.s(ROUTED[0]) / c.s('matmul grouped'):.2f}"
-    return [f"{ranks}, {direction}, {h['model']}, {h['tokens']}", *times, ratio], c.case.rows
+    where = f"{gpus_of(c.case.rows)}, {direction}"
+    return [f"{where}, {h['model']}, {h['tokens']}", *times, ratio], c.case.rows
 
 
 def pictures(found: Mapping[int, list[Row]], images: Path) -> None:

@@ -5,7 +5,7 @@ from statistics import geometric_mean
 from typing import NamedTuple
 
 from benchmarks import decode, embedding, experts, overlap
-from benchmarks.rows import Row, Timed, results, taken
+from benchmarks.rows import Row, Timed, gpus_of, results, taken
 from benchmarks.tables import measured
 
 HEAD = ("layer", "serial", "torch's fused operator", "counterpoint", "speedup")
@@ -69,11 +69,11 @@ def lines() -> list[Line]:
     bags = rows_of("embedding")
     (bag,) = (c for c in embedding.said(bags)
               if c.case.head["case"] == "16 tables, D 256, pooling 20, batch 16384")  # fmt: skip
-    layer = f"16 embedding tables: lookup + all-to-all ({bags[0]['ranks']} GPUs)"
+    layer = f"16 embedding tables: lookup + all-to-all ({gpus_of(bags)})"
     found.append(Line(layer, bag.serial_s, bag.copy_s, bag.case.rows))
     whole = taken(rows_of("steps"), "model", "size")
     (step,) = (c for c in whole if (c.head["model"], c.head["size"]) == ("Qwen3-235B", 4096))
-    layer = f"Qwen3-235B experts: forward + backward, 4096 tokens ({step.head['ranks']} GPUs)"
+    layer = f"Qwen3-235B experts: forward + backward, 4096 tokens ({gpus_of(step.rows)})"
     theirs, ours = (step.eager[f"{STEP}{way}"]["median_s"] for way in ("torch", "default"))
     found.append(Line(layer, theirs, ours, step.rows))
     return found
@@ -99,13 +99,18 @@ def bullets() -> str:
     """What each kind of user gains in the mean, and where nothing is gained."""
     large = overlap.shapes_of(rows_of("overlap"))
     few = decode.few_of(rows_of("decode"))
-    layers = experts.said(rows_of("experts"))
     bags = embedding.said(rows_of("embedding"))
-    ranks = {name: rows_of(name)[0]["ranks"] for name in ("overlap", "decode", "experts",
-                                                            "embedding")}  # fmt: skip
-    device = [c.pair_s / c.ours_s for c in layers]
+    where = {name: gpus_of(rows_of(name)) for name in ("overlap", "decode", "experts",
+                                                       "embedding")}  # fmt: skip
+    device = {gpus_of(rows): [c.pair_s / c.ours_s for c in experts.said(rows)]
+              for rows in results("experts").values()}  # fmt: skip
+    lost = ", ".join(f"{sum(r < 1 for r in ratios)} of {len(ratios)} on {which}"
+                     for which, ratios in device.items())  # fmt: skip
+    lost = lost.replace(" on ", " expert cases on ", 1)
+    worst = min(r for ratios in device.values() for r in ratios)
+    two = results("decode")[2]
     plain = min(c.eager["serial"]["plain_eager_s"] / c.eager["auto"]["plain_eager_s"]
-                for c in decode.shapes_of(results("decode")[2]))  # fmt: skip
+                for c in decode.shapes_of(two))  # fmt: skip
     tensor = geometric_mean(c.s("serial") / c.s("auto") for c in large)
     one = geometric_mean(c.s("serial") / c.s("auto") for c in few)
     pooled = geometric_mean(c.serial_s / c.copy_s for c in bags)
@@ -113,16 +118,16 @@ def bullets() -> str:
         "Speedups over NCCL and cuBLAS one after the other, in CUDA graphs, geometric means:",
         "",
         f"- **Tensor parallelism**: {tensor:.2f}x, all-gather + matmul and matmul + reduce-scatter "
-        f"of {len(large)} Llama-3 shards, 512 to 8192 tokens, {ranks['overlap']} GPUs.",
+        f"of {len(large)} Llama-3 shards, 512 to 8192 tokens, {where['overlap']}.",
         f"- **Decoding**: {one:.2f}x, matmul + all-reduce of 1 to 64 tokens, "
-        f"{ranks['decode']} GPUs.",
-        f"- **Experts**: {geometric_mean(device):.2f}x over NCCL and torch's grouped matmul, token "
-        f"counts on the GPU, {ranks['experts']} GPUs.",
+        f"{where['decode']}.",
+        f"- **Experts**: {geometric_mean(device[where['experts']]):.2f}x over NCCL and torch's "
+        f"grouped matmul, token counts on the GPU, {where['experts']}.",
         f"- **Embedding tables**: {pooled:.2f}x, lookup and all-to-all of {len(bags)} sizes, "
-        f"eager, {ranks['embedding']} GPUs.",
+        f"eager, {where['embedding']}.",
         "",
-        f"It loses in {sum(r < 1 for r in device)} of {len(device)} expert cases "
-        f"({min(device):.2f}x at worst) and in some eager decode calls ({plain:.2f}x, 2 GPUs). "
+        f"It loses in {lost} ({worst:.2f}x at worst), and in some eager decode "
+        f"calls ({plain:.2f}x, {gpus_of(two)}). "
         'Where the model sees no gain, `plan="auto"` runs NCCL and cuBLAS, except for experts with '
         "counts on the GPU.",
     ])  # fmt: skip

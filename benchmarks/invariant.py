@@ -88,7 +88,8 @@ def invariant_table(rows: list[Row]) -> str:
         return f"{m} rows {geometric_mean(each):.2f} (most {max(each):.2f})"
 
     rows_of = sorted({c.head["m"] for c in found})
-    note = ("Microseconds in a graph; on one GPU matmuls alone. invariant / auto, geometric means: "
+    alone = "; on one GPU matmuls alone" if rows[0]["ranks"] == 1 else ""
+    note = (f"Microseconds in a graph{alone}. invariant / auto, geometric means: "
             f"{', '.join(map(price, rows_of))}.")  # fmt: skip
     return table(COLUMNS, found, note)
 

@@ -20,7 +20,7 @@ import counterpoint as cp
 from benchmarks.choice import candidates, choice_of
 from benchmarks.declare import Arms, Bench, Benchmark, Call, Case, Section, all_gather
 from benchmarks.pictures import Point, bars, in_both, layer_name, place
-from benchmarks.rows import RESULTS, Row, Timed, plan_word, taken
+from benchmarks.rows import RESULTS, Row, Timed, gpus_of, plan_word, taken
 from benchmarks.tables import (
     INVARIANT,
     Column,
@@ -292,8 +292,8 @@ def eager_table(rows: list[Row]) -> str:
 def all_results(found: Mapping[int, list[Row]]) -> str:
     """docs/results/tensor_parallel.md."""
     parts: list[str] = []
-    for ranks, rows in found.items():
-        parts += [f"## {ranks} GPUs", main_table(rows, columns(ms)), summary(rows),
+    for rows in found.values():
+        parts += [f"## {gpus_of(rows)}", main_table(rows, columns(ms)), summary(rows),
                   "Eager, milliseconds:", eager_table(rows)]  # fmt: skip
     return "\n\n".join(parts)
 

@@ -109,9 +109,22 @@ def taken(rows: Sequence[Row], *keys: str) -> list[Timed]:
 def kind_of(gpu: str) -> str:
     """What files of rows call a GPU: "NVIDIA H100 80GB HBM3" -> "h100", "NVIDIA GeForce RTX 4090"
     -> "geforce-rtx-4090"."""
+    return re.sub(r"[^a-z0-9]+", "-", _name(gpu).lower()).strip("-")
+
+
+def gpus(ranks: int, gpu: str) -> str:
+    """So many GPUs by their kind: 2, "NVIDIA H100 80GB HBM3" -> "2 H100s"."""
+    return f"{ranks} {_name(gpu)}{'s' * (ranks != 1)}"
+
+
+def gpus_of(rows: Sequence[Row]) -> str:
+    """The GPUs that rows of one machine are of, as `gpus` says it."""
+    return gpus(rows[0]["ranks"], rows[0]["gpu"])
+
+
+def _name(gpu: str) -> str:
     short = re.match(r"NVIDIA ([A-Z]+\d+[A-Z]*)\b", gpu)
-    name = short[1] if short else gpu.removeprefix("NVIDIA ")
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+    return short[1] if short else gpu.removeprefix("NVIDIA ")
 
 
 def results(name: str, folder: Path = RESULTS, gpu: str = "") -> dict[int, list[Row]]:
@@ -120,8 +133,8 @@ def results(name: str, folder: Path = RESULTS, gpu: str = "") -> dict[int, list[
     Args:
         name: of the benchmark.
         folder: of the files.
-        gpu: as `kind_of` says it, since rows of different GPUs are never in one table; "": of each
-            number of GPUs those of the kind that was measured last.
+        gpu: as `kind_of` says it: rows of this kind alone; "": of each number of GPUs those of the
+            kind that was measured last.
 
     Raises:
         InputError: a file has rows of more than one GPU, such as an H100 PCIe and an H100 NVL.

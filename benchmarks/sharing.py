@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from benchmarks.declare import Section
 from benchmarks.pictures import FASTER, Axis, curves, dots, place, shown, speedups
-from benchmarks.rows import Row, Timed, taken
+from benchmarks.rows import Row, Timed, gpus_of, taken
 from benchmarks.tables import measured
 
 PLAIN, TUNED, TUNED_SM = "plain overlap", "tuned", "tuned, SM collectives"
@@ -195,7 +195,7 @@ def shaping(rows: Sequence[Row]) -> str:
 def summary(found: Mapping[int, list[Row]]) -> str:
     """What tuning wins over all pairs, at best and at worst, a line for each number of GPUs."""
     lines: list[str] = []
-    for ranks, rows in found.items():
+    for rows in found.values():
         cases = in_graph(rows)
         mean = geometric_mean(speedup(case, TUNED) for case in cases)
         worst, best = (pick(cases, key=lambda c: speedup(c, TUNED)) for pick in (min, max))
@@ -206,7 +206,7 @@ def summary(found: Mapping[int, list[Row]]) -> str:
         ]
         text = f"from {texts[0]} to {texts[1]}" if len(cases) > 1 else texts[0]
         lines.append(
-            f"- {ranks} GPUs: plain overlap / tuned, in a graph: geometric mean {mean:.2f} of "
+            f"- {gpus_of(rows)}: plain overlap / tuned, in a graph: geometric mean {mean:.2f} of "
             f"{len(cases)} pair{'s' * (len(cases) > 1)}, {text}."
         )
     return "\n".join(lines)
@@ -216,8 +216,8 @@ def section(marker: str, write: Callable[[Sequence[Row]], str], note: str) -> Se
     """A part of docs/results/sharing.md: the note, and a table for each number of GPUs."""
 
     def text(found: Mapping[int, list[Row]]) -> str:
-        parts = {ranks: write(rows) for ranks, rows in found.items()}
-        made = [f"**{ranks} GPUs**\n\n{part}" for ranks, part in parts.items() if part]
+        parts = [(rows, write(rows)) for rows in found.values()]
+        made = [f"**{gpus_of(rows)}**\n\n{part}" for rows, part in parts if part]
         return "\n\n".join([note, *made]) if made else ""
 
     return Section("docs/results/sharing.md", marker, text)

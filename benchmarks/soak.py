@@ -15,7 +15,7 @@ from torch import Tensor
 import counterpoint as cp
 from benchmarks import embedding, expert_tensors
 from benchmarks.declare import Bench, Benchmark, Case, Section
-from benchmarks.rows import Row
+from benchmarks.rows import Row, gpus
 from benchmarks.soak_routes import ROUTED, Set, forgiven, routed_sets
 from counterpoint.errors import CounterpointError
 from counterpoint.measure.timing import backlog, captured, relative_error
@@ -226,9 +226,10 @@ def said(*ops: str) -> Callable[[Mapping[int, list[Row]]], str]:
 
     def write(found: Mapping[int, list[Row]]) -> str:
         return "\n\n".join(
-            f"{row['op']}: {row['calls']:,} calls on {ranks} GPUs in {row['seconds']:.0f} s, "
-            f"{row['eager']:,} of them eager, the others replayed, with ranks late at random. Of "
-            f"their results, compared on the device with the expected bits, {row['wrong']} differ."
+            f"{row['op']}: {row['calls']:,} calls on {gpus(ranks, row['gpu'])} in "
+            f"{row['seconds']:.0f} s, {row['eager']:,} of them eager, the others replayed, with "
+            "ranks late at random. Of their results, compared on the device with the expected "
+            f"bits, {row['wrong']} differ."
             for ranks, rows in found.items()
             for row in rows
             if row["op"] in ops

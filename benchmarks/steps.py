@@ -34,7 +34,7 @@ from benchmarks import dlrm
 from benchmarks.declare import Arms, Bench, Benchmark, Case, Section
 from benchmarks.expert_tensors import MODELS, Model
 from benchmarks.pictures import bars, place, shown
-from benchmarks.rows import Row, Timed, taken
+from benchmarks.rows import Row, Timed, gpus_of, taken
 from benchmarks.steps_dlrm import IN_BACKWARD, STEP, dlrm_arms
 from benchmarks.steps_experts import BOTH, experts_arms
 from benchmarks.tables import measured, ms
@@ -179,11 +179,11 @@ MODES = {"graph": "CUDA graphs", "eager": "single calls"}
 def section(found: Mapping[int, list[Row]]) -> str:
     """docs/results/training.md."""
     parts = [shown("steps", "Speedup of whole training steps, by model, tokens and direction")]
-    for ranks, rows in found.items():
+    for rows in found.values():
         steps = steps_of(rows)
         for kind, (mode, title) in product(UNFUSED, MODES.items()):
             if some := [s for s in steps if (s.kind, s.mode) == (kind, mode)]:
-                parts += [f"**{ranks} GPUs, {kind}, {title}**", step_table(some)]
+                parts += [f"**{gpus_of(rows)}, {kind}, {title}**", step_table(some)]
     return "\n\n".join(parts)
 
 

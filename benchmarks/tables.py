@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import geometric_mean
 
 from benchmarks.declare import Section
-from benchmarks.rows import RESULTS, Row, Timed, results
+from benchmarks.rows import RESULTS, Row, Timed, gpus_of, results
 from counterpoint.choose.by_rule import RULE
 from counterpoint.costs import Costs
 from counterpoint.machine import Machine
@@ -173,8 +173,8 @@ def by_machine(write: Callable[[list[Row]], str]) -> Callable[[Mapping[int, list
     """A section of a part for each number of GPUs."""
 
     def section(found: Mapping[int, list[Row]]) -> str:
-        parts = {ranks: write(rows) for ranks, rows in found.items()}
-        return "\n\n".join(f"**{ranks} GPUs**\n\n{text}" for ranks, text in parts.items() if text)
+        parts = [(rows, write(rows)) for rows in found.values()]
+        return "\n\n".join(f"**{gpus_of(rows)}**\n\n{text}" for rows, text in parts if text)
 
     return section
 

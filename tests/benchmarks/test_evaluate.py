@@ -185,16 +185,16 @@ def test_scores_of_what_is_held_out_are_published_where_there_are_rows(
     assert parts_of([*before, *held]) == parts_of(before) | {HELD_OUT: held}
     assert parts_of(held) == {HELD_OUT: held}
     monkeypatch.setattr(evaluate, "committed", lambda: {2: before})
-    assert evaluate.scores({}).startswith("**2 GPUs, held-out: 56 scenarios: not measured.**")
+    assert evaluate.scores({}).startswith("**2 H200s, held-out: 56 scenarios: not measured.**")
     assert "before (the 56 held-out ones are not measured):" in evaluate.short_scores({})
     monkeypatch.setattr(evaluate, "committed", lambda: {2: [*before, *held]})
     text, line = evaluate.scores({}), evaluate.short_scores({})
-    assert text.startswith("**2 GPUs, held-out: 8 scenarios**") and "not measured" not in text
-    assert f"**2 GPUs, {UNSEEN}: 40 scenarios**" in text
+    assert text.startswith("**2 H200s, held-out: 8 scenarios**") and "not measured" not in text
+    assert f"**2 H200s, {UNSEEN}: 40 scenarios**" in text
     auto = next(way.score for way in ways_of(held, None) if way.name == AS_MEASURED)
     assert auto is not None
     head, measured, now = line.splitlines()
-    assert head == "- 2 GPUs, 8 held-out scenarios of 56:"
+    assert head == "- 2 H200s, 8 held-out scenarios of 56:"
     assert measured.startswith(f"    - *{AS_MEASURED}*: within 2 %")
     assert f"in {auto.right:.0%}, {auto.mean_regret:.1%} slower" in measured
     assert now.startswith("    - *the model now")

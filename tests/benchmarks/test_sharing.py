@@ -93,7 +93,7 @@ def test_shaping_beside_the_carve_out_and_priority(eight: list[Row]):
 def test_summary_has_the_worst_pair_too(eight: list[Row]):
     # geometric mean of 16 / 10.5, 16 / 15 and 17 / 10.7
     assert sharing.summary({8: eight}) == (
-        "- 8 GPUs: plain overlap / tuned, in a graph: geometric mean 1.37 of 3 pairs, from 1.07 "
+        "- 8 H200s: plain overlap / tuned, in a graph: geometric mean 1.37 of 3 pairs, from 1.07 "
         "with mb cuBLAS + all-reduce (its parts alone 1.60) to 1.59 with cb Triton 64x64x32 + "
         "all-reduce (its parts alone 1.70)."
     )

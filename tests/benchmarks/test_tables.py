@@ -14,9 +14,11 @@ from benchmarks import (
     decode,
     decode_experts,
     embedding,
+    epilogue,
     experts,
     fp8,
     front,
+    invariant,
     islands,
     islands_predicted,
     losses,
@@ -32,7 +34,7 @@ from benchmarks import (
 )
 from benchmarks.declare import Benchmark, Section
 from benchmarks.options import NAMES
-from benchmarks.rows import Row, kind_of, one_form, results, rows_of, taken
+from benchmarks.rows import Row, gpus_of, kind_of, one_form, results, rows_of, taken
 from benchmarks.runner import declared
 from benchmarks.tables import (
     ROOT,
@@ -204,8 +206,9 @@ def test_experts_by_routes_are_held_against_the_grouped_matmul():
                           "mode": "eager" if arm in experts.LAID_OUT else "graph"}
                   for arm, t in times.items()]  # fmt: skip
     lines = experts.routed_section({2: found}).splitlines()
-    assert lines[2] == "| 2, to the experts, DeepSeek-V3, 4096 | 100 | 120 | 105 | 110 | 1.05 |"
-    assert lines[3] == "| 2, back, DeepSeek-V3, 4096 | 100 | 120 | 105 | 110 | 1.05 |"
+    cells = "DeepSeek-V3, 4096 | 100 | 120 | 105 | 110 | 1.05 |"
+    assert lines[2] == f"| 2 H200s, to the experts, {cells}"
+    assert lines[3] == f"| 2 H200s, back, {cells}"
     without = [row for row in found if "routes" not in row["arm"]]
     assert experts.routed_section({2: without}) == ""
 
@@ -377,7 +380,27 @@ def test_files_of_rows_are_found_by_what_they_call_a_gpu(tmp_path: Path, gpu: st
     assert list(results("decode", tmp_path, kind)) == [4]
 
 
-def test_rows_of_different_gpus_are_never_in_one_table(tmp_path: Path):
+def test_headings_name_the_gpus_that_rows_are_of():
+    """Of a page some tables may be of another kind of GPU than others."""
+    h200, h100 = HEAD | {"gpu": "NVIDIA H200", "ranks": 4}, HEAD | {"gpu": "NVIDIA H100 80GB HBM3"}
+    text = by_machine(lambda rows: f"{len(rows)}")({4: [h200], 2: [h100, h100]})
+    assert text == "**4 H200s**\n\n1\n\n**2 H100s**\n\n2"
+    assert gpus_of([h200 | {"ranks": 1}]) == "1 H200"
+    assert gpus_of([HEAD | {"gpu": "NVIDIA GeForce RTX 4090"}]) == "2 GeForce RTX 4090s"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_is_left_out_on_one_gpu_is_said_of_one_alone(ranks: int):
+    head = HEAD | {"ranks": ranks, "layer": "70B", "case": "64,16,32", "m": 64, "mode": "graph"}
+    rows = [
+        head | {"arm": name, "median_s": 1e-6}
+        for name in ("compute", "auto", "invariant", "apart", "serial", "serial compiled")
+    ]
+    for text in (epilogue.epilogue_table(rows), invariant.invariant_table(rows)):
+        assert text and ("on one GPU" in text) is (ranks == 1)
+
+
+def test_a_file_has_rows_of_one_kind_of_gpu(tmp_path: Path):
     lines = [json.dumps(HEAD | {"gpu": f"NVIDIA H100 {of}"}) for of in ("NVL", "PCIe")]
     (tmp_path / "decode-4x-h100.jsonl").write_text("\n".join(lines))
     with pytest.raises(InputError, match="rows of one GPU, got NVIDIA H100 NVL, NVIDIA H100 PCIe"):

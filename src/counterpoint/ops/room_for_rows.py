@@ -88,9 +88,11 @@ def rounded(tokens: int) -> int:
 def num_bytes(layer: Layer, rows: int) -> int:
     """Memory of a forward and a backward with that many rows by expert, in a model of LAYERS.
 
-    Each of them keeps rows, gate, up and what is between the matmuls. One backward at a time has
-    their gradients beside them, and the products before they are summed. Peers write to two halves
-    of symmetric memory, which layers share.
+    Each layer keeps its rows (1 features), and gate, up and what is between the matmuls (3 hidden).
+    One backward at a time has more beside them. Of features: the gradients that come to rows,
+    without and with their weights (2), and the products before they are summed (1). Of hidden: the
+    gradients of gate and up (2), and of what is between, without and with weights (2). Peers write
+    to two halves of symmetric memory (2 features), which layers share.
     """
     kept = layer.features + 3 * layer.hidden
     once = 5 * layer.features + 4 * layer.hidden
