@@ -31,7 +31,7 @@ def kernel(capability: int, p: Problem, spec: str) -> Compiled:
         "WORLD": p.ranks, "TWO_SHOT": two, "LAYER": p.norm == "layer",
         "HAS_RESIDUAL": p.residual, "HAS_BIAS": p.bias, "FP8": QUANTIZED[p.quantized],
         "DTYPE": tl.bfloat16, "BLOCK": padded(row_words(p) // (p.ranks if two else 1)),
-        "NUM_WARPS": settings.num_warps,
+        "NUM_WARPS": settings.num_warps, "IN_ORDER": p.invariant,
     }  # fmt: skip
     types = OTHERS | dict.fromkeys(GIVEN, "*bf16")
     types["y_ptr"] = "*fp8e4nv" if p.quantized else "*bf16"

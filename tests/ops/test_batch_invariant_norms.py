@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -26,15 +27,18 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 class Rows:
     """What all ranks sum and normalise, and what each row of the results has to be."""
 
-    def __init__(self, rank: int, ranks: int, dtype: torch.dtype, layer: bool, fp8: bool) -> None:
+    def __init__(
+        self, rank: int, ranks: int, dtype: torch.dtype, layer: bool, fp8: bool, n: int = N,
+        most: int = MOST,
+    ) -> None:  # fmt: skip
         def normal(*shape: int, seed: int) -> Tensor:
             return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
-        xs = [normal(MOST, N, seed=r) for r in range(ranks)]
-        self.x, self.residual = xs[rank], normal(MOST, N, seed=90)
-        self.weight, self.bias = normal(N, seed=91), normal(N, seed=92) if layer else None
+        xs = [normal(most, n, seed=r) for r in range(ranks)]
+        self.x, self.residual = xs[rank], normal(most, n, seed=90)
+        self.weight, self.bias = normal(n, seed=91), normal(n, seed=92) if layer else None
         self.layer, self.fp8 = layer, fp8
-        total = torch.zeros(MOST, N)
+        total = torch.zeros(most, n)
         for x in xs:
             total += x
         self.want = by_torch(Norm("layer" if layer else "rms", EPS, fp8), {
@@ -57,10 +61,13 @@ def differ(found: Sequence[Tensor], want: Sequence[Tensor]) -> int:
     return int(torch.stack(bad).any(0).sum())
 
 
-def takes(spec: str, m: int, ranks: int, dtype: torch.dtype) -> bool:
-    p = Problem("all_reduce_norm", m, N, ranks=ranks, dtype=dtype, invariant=True)  # type: ignore[arg-type]
-    family = p.operation.family(spec)
-    return spec == "auto" or (family is not None and not family.refusal(p))
+def takes(spec: str, m: int, ranks: int, dtype: torch.dtype, n: int = N) -> bool:
+    kept = str(dtype).removeprefix("torch.")
+    p = Problem("all_reduce_norm", m, n, ranks=ranks, dtype=kept, invariant=True)  # type: ignore[arg-type]
+    try:
+        return spec == "auto" or bool(build(p, spec))
+    except InputError:
+        return False
 
 
 @pytest.mark.parametrize(("layer", "fp8"), [(False, False), (True, False), (True, True)])
@@ -71,7 +78,7 @@ def test_bits_of_a_row_depend_neither_on_m_nor_on_the_plan(
     found, met = list[str](), set[str]()
     for dtype in DTYPES:
         rows = Rows(rank, ranks, dtype, layer, fp8)
-        for spec in ("auto", "serial", "direct"):
+        for spec in ("auto", "serial", "direct", "fused"):
             for m in ROWS:
                 if takes(spec, m, ranks, dtype):
                     met.add(spec)
@@ -79,25 +86,28 @@ def test_bits_of_a_row_depend_neither_on_m_nor_on_the_plan(
                         results = rows.call(m, f"{spec} invariant")
                     if bad := differ(results, [t[:m] for t in rows.want]):
                         found.append(f"{spec} {dtype} M{m}: {bad} rows differ")
-    assert met == {"auto", "serial"} | ({"direct"} if ranks != 3 else set[str]())
+    assert met == {"auto", "serial"} | ({"direct", "fused"} if ranks != 3 else set[str]())
     return found
 
 
 @pytest.mark.parametrize("layer", [False, True])
 @on_ranks(2, 4)
 def test_kernels_have_the_same_bits_at_any_place(rank: int, ranks: int, layer: bool) -> list[str]:
-    """Interpreted."""
-    found: list[str] = []
+    """Interpreted. Also where a kernel has more columns than the row, and where a row is long."""
+    found, met = list[str](), set[tuple[str, int]]()
     for dtype, fp8 in ((torch.float16, False), (torch.float32, False), (torch.float32, True)):
-        rows = Rows(rank, ranks, dtype, layer, fp8)
-        whole = rows.call(max(FEW), "serial invariant")
-        for spec in ("serial", "direct"):
-            for m in FEW:
-                if takes(spec, m, ranks, dtype):
-                    first = max(FEW) - m
-                    results = rows.call(m, f"{spec} invariant", first)
-                    if bad := differ(results, [t[first:] for t in whole]):
-                        found.append(f"{spec} {dtype} M{m}: {bad} rows differ")
+        for n in (40, 64, 6000) if dtype == torch.float16 else (64,):
+            rows = Rows(rank, ranks, dtype, layer, fp8, n, max(FEW))
+            whole = rows.call(max(FEW), "serial invariant")
+            for spec in ("serial", "direct", "fused one_shot", "fused two_shot"):
+                for m in FEW if n < 100 else FEW[:1]:
+                    if takes(spec, m, ranks, dtype, n):
+                        met.add((spec, n))
+                        first = max(FEW) - m
+                        results = rows.call(m, f"{spec} invariant", first)
+                        if bad := differ(results, [t[first:] for t in whole]):
+                            found.append(f"{spec} {dtype} M{m} N{n}: {bad} rows differ")
+    assert met >= {("fused one_shot", n) for n in (40, 64, 6000)} | {("fused two_shot", 64)}
     return found
 
 
@@ -118,11 +128,9 @@ def test_a_long_row_has_the_same_bits_by_itself(kind: Any) -> None:
 
 @on_ranks(4)
 def test_without_the_mode_bits_depend_on_the_plan(rank: int, ranks: int) -> None:
-    """Else the tests above would show nothing."""
-    rows = Rows(rank, ranks, torch.float32, False, False)
-    plain = [rows.call(4, plan) for plan in ("direct", "fused two_shot")]
-    want = [t[:4] for t in rows.want]
-    assert any(differ(results, want) for results in plain)
+    """Else the tests above would show nothing: parts of 10 words are summed in another order."""
+    rows = Rows(rank, ranks, torch.float32, False, False, most=64)
+    assert differ(rows.call(64, "fused two_shot"), rows.call(64, "serial invariant"))
 
 
 def sums(rank: int, ranks: int, layer: bool) -> Callable[[int], Sequence[Tensor]]:
@@ -165,11 +173,11 @@ def test_ways_to_ask(rank: int, ranks: int, inside: bool) -> None:
 
 
 @on_ranks(2)
-def test_one_kernel_is_refused(rank: int, ranks: int) -> None:
+def test_parts_of_a_row_in_another_order_are_refused(rank: int, ranks: int) -> None:
     rows = Rows(rank, ranks, torch.float16, False, False)
-    why = "it adds up the columns of a row by as many threads as its sum over ranks takes"
+    why = "it adds up the columns of a row in another order than other kernels do"
     with pytest.raises(InputError, match=f"plan must be batch-invariant, .* {why}: bits depend"):
-        rows.call(4, "fused invariant")
+        rows.call(4, "fused two_shot invariant")
     x = rows.x[:4].clone().requires_grad_()
     y, _ = cp.all_reduce_rms_norm(x, None, rows.weight, plan="serial invariant")
     (dx,) = torch.autograd.grad(y.float().sum(), x)
@@ -181,14 +189,28 @@ def test_one_kernel_is_refused(rank: int, ranks: int) -> None:
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_plans_are_proved_and_a_choice_is_among_them(ranks: int):
     p = Problem("all_reduce_norm", 8, 4096, ranks=ranks, residual=True, invariant=True)
-    for spec in ("serial", "direct"):
+    for spec in ("serial", "direct", "fused one_shot", "fused two_shot"):
         validate(build(p, spec))
-    plain = build(Problem("all_reduce_norm", 8, 4096, ranks=ranks, residual=True), "fused")
+    uneven = Problem("all_reduce_norm", 8, 5120, ranks=ranks, residual=True)
+    plain = build(uneven, "fused two_shot")
     with pytest.raises(PlanError, match="is not batch-invariant: it adds up the columns of a row"):
-        validate(Plan(p, *(getattr(plain, name) for name in Plan.__dataclass_fields__
-                           if name != "problem")))  # fmt: skip
-    for m in (1, 64, 8192):
-        asked = Problem("all_reduce_norm", m, 4096, ranks=ranks, invariant=True)
-        for by in ("model", "rule"):
-            choice = choose(asked, "h200-8", by=by)  # type: ignore[arg-type]
-            assert choice.plan.family in ("serial", "direct"), (m, by)
+        validate(Plan(replace(uneven, invariant=True), *(
+            getattr(plain, name) for name in Plan.__dataclass_fields__ if name != "problem"
+        )))  # fmt: skip
+    asked = {m: Problem("all_reduce_norm", m, 4096, ranks=ranks, residual=True, invariant=True)
+             for m in (1, 64, 8192)}  # fmt: skip
+    families = {
+        m: choose(each, "h200-8", by=by).plan.family  # type: ignore[arg-type]
+        for m, each in asked.items() for by in ("model", "rule")
+    }  # fmt: skip
+    assert families[1] == "fused" and set(families.values()) <= {"serial", "direct", "fused"}
+
+
+def test_a_long_row_of_uneven_parts_takes_two_kernels():
+    """Of 8 ranks a program cannot hold all of it, and parts are in another order."""
+    p = Problem("all_reduce_norm", 8, 5120, ranks=8, residual=True, invariant=True)
+    with pytest.raises(InputError, match=r"rows that ranks share evenly in 1, 2, 4, \.\.\. words"):
+        build(p, "fused")
+    assert choose(p, "h200-8").plan.family != "fused"
+    few = Problem("all_reduce_norm", 8, 3000, ranks=8, residual=True, invariant=True)
+    assert build(few, "fused").steps[0].arg("shots") == "one_shot"

@@ -4,6 +4,9 @@ By RMS, or as a LayerNorm; the result in the dtype of x, or in fp8 with a scale 
 of each row. The device functions here take a tile of any shape, so that all_reduce_norm.py uses
 them on what it has just summed; the kernel is for rows that are in memory: a program has a whole
 row in registers where it is short, and else passes over blocks of its columns.
+
+A row is summed in one order, by pairs, however its columns are spread over threads, and products
+are rounded before they are added. So a row has the same bits by both kernels.
 """
 
 import triton
@@ -12,6 +15,25 @@ import triton.language as tl
 STATIC, BY_ROW = tl.constexpr(1), tl.constexpr(2)  # whose scale an fp8 result has; 0: none
 FP8_MAX = tl.constexpr(448.0)  # of e4m3
 LEAST = tl.constexpr(1e-30)  # of a row's largest value, for which its scale is made
+FAR = tl.constexpr(4096)  # columns that the threads of a program have next to one another
+MOST_PAIRS = tl.constexpr(16)  # times that a row is halved
+OPTIONS = {"enable_fp_fusion": False}  # of launches: no product is added before it is rounded
+
+
+@triton.jit
+def row_sum(x):
+    """The sum of a tile as a row, of a power of 2: each step adds pairs, whose order is no matter.
+
+    Columns far apart first, which one thread has, then neighbours. Zeros behind a row change none.
+    """
+    x = tl.reshape(x, (x.numel,))
+    for _ in tl.static_range(MOST_PAIRS):
+        if x.numel > FAR:
+            x = tl.sum(tl.reshape(x, (2, x.numel // 2)), 0)
+    for _ in tl.static_range(MOST_PAIRS):
+        if x.numel > 1:
+            x = tl.sum(tl.reshape(x, (x.numel // 2, 2)), 1)
+    return tl.sum(x)
 
 
 @triton.jit
@@ -19,9 +41,9 @@ def moments(h, mask, count, LAYER: tl.constexpr):
     """The mean of a tile, 0 unless it is a LayerNorm's, and the sum of squares about it."""
     mean = 0.0
     if LAYER:
-        mean = tl.sum(h) / count
+        mean = row_sum(h) / count
         h = tl.where(mask, h - mean, 0.0)
-    return mean, tl.sum(h * h)
+    return mean, row_sum(h * h)
 
 
 @triton.jit
@@ -94,10 +116,12 @@ def add_norm_kernel(
         h = h.to(tl.float32)
         count = tl.minimum(N - start, BLOCK).to(tl.float32)
         part_mean, part = moments(h, mask, count, LAYER)
-        # of this block and of those before it, which are `start` values
-        apart = part_mean - mean
-        mean += apart * (count / (start + count))
-        squares += part + apart * apart * (start * (count / (start + count)))
+        if WHOLE:
+            mean, squares = part_mean, part
+        else:  # of this block and of those before it, which are `start` values
+            apart = part_mean - mean
+            mean += apart * (count / (start + count))
+            squares += part + apart * apart * (start * (count / (start + count)))
     scale = tl.rsqrt(squares / N + eps)
     # what other threads have stored of the row is loaded again
     if not WHOLE:

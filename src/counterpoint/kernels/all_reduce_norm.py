@@ -81,6 +81,7 @@ def all_reduce_norm_kernel(
     HAS_BIAS: tl.constexpr,
     FP8: tl.constexpr,  # 0, STATIC or BY_ROW
     DTYPE: tl.constexpr,  # of x
+    IN_ORDER: tl.constexpr,  # of ranks is summed
     BLOCK: tl.constexpr,  # words, at least `part`
     NUM_WARPS: tl.constexpr,  # of the launch
 ):
@@ -125,7 +126,7 @@ def all_reduce_norm_kernel(
             )
             late = late | tl.max(slow.to(tl.int32), 1)
             words = tl.where(others, words, tl.broadcast_to(own, (WORLD, BLOCK)))
-            total = tl.broadcast_to(sum_of_words(words, DTYPE, False)[None, :], (WORLD, BLOCK))
+            total = tl.broadcast_to(sum_of_words(words, DTYPE, IN_ORDER)[None, :], (WORLD, BLOCK))
             good = tl.max(late, 0) == 0  # not what was summed of too little
             put_words(theirs + (results + at), total, live & good & (ranks >= 0)[:, None])
     heard = tl.max(late, 0) == 0
@@ -158,7 +159,7 @@ def all_reduce_norm_kernel(
             words, slow = take_words(at, stop_ptr, timeout_ns, live & others, NUM_WARPS)
             own = own_words(x_ptr + (tl.cast(row, tl.int64) * row_words + offs), inside)
             words = tl.where(others, words, tl.broadcast_to(own, (WORLD, BLOCK)))
-            total = sum_of_words(words, DTYPE, False)
+            total = sum_of_words(words, DTYPE, IN_ORDER)
         late = late | tl.where(heard, tl.max(slow.to(tl.int32), 1), 0)
         h = elements(total, DTYPE)
         if HAS_RESIDUAL:
@@ -167,7 +168,7 @@ def all_reduce_norm_kernel(
         h = h.to(h_ptr.dtype.element_ty)
         tl.store(h_ptr + cells, h, mask=mask)
         h = h.to(tl.float32)
-        mean, squares = moments(h, mask, N, LAYER)
+        mean, squares = moments(h, mask, tl.cast(N, tl.float32), LAYER)
         y = normed(h, mean, tl.rsqrt(squares / N + eps), weight, bias, LAYER, HAS_BIAS)
         if FP8 == BY_ROW:
             scale = scale_of(largest_of(y, mask))

@@ -63,7 +63,7 @@ def all_reduce_rms_norm(
             "direct": our all-reduce, then the norm; "fused": all in one kernel, or as a spec "fused
             two_shot warps=8"; a Plan; or a JSON file of one. Direct and fused need a number of
             ranks that is a power of 2, and fused rows of at most 32 KiB. "invariant" behind a spec
-            is `batch_invariant` for this call, which fused does not keep to.
+            is `batch_invariant` for this call.
         out_dtype: torch.float8_e4m3fn for a result in fp8; None: dtype of x.
         scale: fp32, one number on the device of x: an fp8 result is what is normalised divided by
             it. None: each row has one, by which its largest value is 448.

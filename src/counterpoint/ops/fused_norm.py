@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from counterpoint.kernels.add_norm import OPTIONS
 from counterpoint.kernels.all_reduce_norm import all_reduce_norm_kernel
 from counterpoint.ops import norms
 from counterpoint.ops.norms import NAMES, Norm
@@ -53,12 +54,12 @@ def prepare(site: Site) -> Action:
         "words_ptr": memory.words.bases, "state_ptr": memory.state, "fault_ptr": memory.fault,
         "M": p.m, "N": p.n, "part": part, "half_bytes": memory.words.half_bytes,
         "rank": workspace.rank, "tag": site.tag, "timeout_ns": int(workspace.timeout_s * 1e9),
-        "WORLD": p.ranks, "TWO_SHOT": two, "DTYPE": DTYPES[p.dtype], "BLOCK": padded(part),
-        "NUM_WARPS": settings.num_warps,
+        "WORLD": p.ranks, "TWO_SHOT": two, "DTYPE": DTYPES[p.dtype], "IN_ORDER": p.invariant,
+        "BLOCK": padded(part), "NUM_WARPS": settings.num_warps,
     }  # fmt: skip
     launch = Launch(
         all_reduce_norm_kernel, norms.GIVEN, fixed, Grid(p.m), workspace.device, OP,
-        {"num_warps": settings.num_warps},
+        {"num_warps": settings.num_warps, **OPTIONS},
     ).compile(*_dtypes(p))  # fmt: skip
 
     def run(operands: Operands) -> None:

@@ -253,7 +253,7 @@ def compiled(
     block = min(1 << (n - 1).bit_length(), MAX_BLOCK)
     fixed = flags_of(norm, there) | {"N": n, "WHOLE": n <= block, "BLOCK": block}
     grid = Grid(1, reserve=False, each=True)
-    options = {"num_warps": max(1, min(16, block // 512))}
+    options = {"num_warps": max(1, min(16, block // 512)), **add_norm.OPTIONS}
     launch = Launch(add_norm.add_norm_kernel, GIVEN, fixed, grid, device, "add_norm", options)
     return launch.compile(*dtypes)
 

@@ -13,6 +13,7 @@ from counterpoint.machine import Machine
 from counterpoint.plan import direct
 from counterpoint.plan.bind import Box
 from counterpoint.plan.fused_sum import padded
+from counterpoint.plan.invariant import even_parts
 from counterpoint.plan.names import BIAS, OWN, X, Y, bias_row, collective, in_one_lane
 from counterpoint.plan.operation import (
     Family,
@@ -38,7 +39,7 @@ MOST_WARPS = 16
 # of a row that goes to all ranks rather than in parts: the bytes of more take longer than a second
 # trip; an estimate
 ONE_SHOT_BYTES = 512 << 10
-ROWS_SHARE = 0.5  # of memory's rate, by rows of 2 H100s
+ROWS_SHARE = 0.5  # of memory's rate, by rows of 2 H100s; taken to be that of others, too
 
 
 class Settings(NamedTuple):
@@ -134,7 +135,7 @@ def settings_of(p: Problem, options: Options) -> Settings:
     shared = words % p.ranks == 0
     sent = p.m * words * 4 * (p.ranks - 1)
     # two ranks send as many bytes either way
-    first = fits and (p.ranks == 2 or sent <= ONE_SHOT_BYTES or not shared)
+    first = fits and (p.ranks == 2 or sent <= ONE_SHOT_BYTES or not _two_shot(p))
     shots = options.shots or ("one_shot" if first else "two_shot")
     if (
         shots == "scatter"
@@ -151,6 +152,11 @@ def settings_of(p: Problem, options: Options) -> Settings:
     return Settings(shots, warps)
 
 
+def _two_shot(p: Problem) -> bool:
+    """Whether ranks may sum a part of each row."""
+    return even_parts(p) if p.invariant else row_words(p) % p.ranks == 0
+
+
 def settings_in(step: Step) -> Settings:
     """Those of a step of a plan."""
     return Settings(str(step.arg("shots")), int(step.arg("num_warps")))
@@ -165,8 +171,8 @@ def refusal(p: Problem) -> str:
     words = row_words(p)
     if words > ROW_WORDS:
         return f"rows of at most {4 * ROW_WORDS} bytes"
-    if p.ranks * padded(words) > SUMMED_WORDS and words % p.ranks:
-        return "rows that ranks share evenly"
+    if p.ranks * padded(words) > SUMMED_WORDS and not _two_shot(p):
+        return f"rows that ranks share evenly{' in 1, 2, 4, ... words' * p.invariant}"
     if (sent := p.m * words * 4 * p.ranks) > direct.MAX_BYTES:
         return f"at most {direct.MAX_BYTES} bytes to send, not {sent}"
     return ""
@@ -184,7 +190,7 @@ def candidates(p: Problem) -> tuple[str, ...]:
 
 
 def _least_launches(p: Problem) -> str:
-    if not (p.invariant or refusal(p)):
+    if not refusal(p):
         return "fused"
     return "direct" if not refusal_of_direct(p) else ""
 

@@ -1,7 +1,7 @@
 """Batch-invariant plans, by which the bits of a row do not depend on M: what they may do.
 
 They multiply a row by the whole of K, round the product as x is rounded, and sum all ranks in the
-order of their numbers, in fp32, rounded once. A norm stands behind that in a kernel of its own. So
+order of their numbers, in fp32, rounded once. A norm adds up the columns of a row in one order. So
 they agree with each other, too. Beyond that they cut, copy and send as they like.
 """
 
@@ -35,9 +35,16 @@ def varies(plan: Plan) -> str:
             return "it adds products to a sum that is rounded"
         if step.kind == "reduce" and summed < plan.problem.ranks:
             return "it sums some ranks before the others"
-        if step.kind == "fused" and step.spins and plan.problem.norm:
-            return "it adds up the columns of a row by as many threads as its sum over ranks takes"
+        if step.arg("shots") == "two_shot" and plan.problem.norm and not even_parts(plan.problem):
+            return "it adds up the columns of a row in another order than other kernels do"
     return ""
+
+
+def even_parts(p: Problem) -> bool:
+    """Whether each rank's part of a row of x is of 1, 2, 4, 8, ... words, so that parts behind one
+    another, each with zeros up to a power of 2, are the row."""
+    words, rest = divmod(p.n * p.item_bytes, 4 * p.ranks)
+    return not rest and words & (words - 1) == 0
 
 
 def _is_part(plan: Plan, step: Step) -> bool:
