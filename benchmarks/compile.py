@@ -401,7 +401,7 @@ def times_table(rows: Sequence[Row], step: str) -> str:
                           list(arms.values())))  # fmt: skip
             if ratios[1] is not None and case.head["layers"] == (LAYERS if step == TRAIN else 1):
                 found.setdefault((case.head["width"], mode), []).append(ratios[1])
-    means = ", ".join(f"{width} {geometric_mean(each):.2f} ({mode}, {len(each)} sizes)"
+    means = ", ".join(f"{width} {geometric_mean(each):.2f} ({mode}, of {len(each)})"
                       for (width, mode), each in found.items())  # fmt: skip
     note = "Times are milliseconds of the slowest rank. All arms ran in one randomised rotation."
     mean = f" Geometric means of the last column: {means}." if means else ""

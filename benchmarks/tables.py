@@ -112,7 +112,8 @@ def measured(
 ) -> str:  # fmt: skip
     """A table of rows, and under it where they are from; "" without lines.
 
-    A line that has rows of older code than the newest of the table is marked, and that is said.
+    A line that has rows of older code than the newest of the table is marked, and that is said. A
+    column without a number is left out.
 
     Args:
         head: of the columns.
@@ -123,6 +124,8 @@ def measured(
     every = [(list(cells), rows) for cells, rows in lines]
     if not every:
         return ""
+    full = [i for i in range(len(head)) if any(cells[i] != "-" for cells, _ in every)]
+    head, every = [head[i] for i in full], [([cells[i] for i in full], r) for cells, r in every]
     rows = [row for _, some in every for row in some] + list(also)
     newest = max(rows, key=_age)["commit"]
     older = False

@@ -323,7 +323,7 @@ def test_tiles_that_are_known_are_used(op: str):
 def holds(row: Candidate, choice: Choice) -> bool:
     """Whether what is said against a row that looks faster than the plan chosen is true of it."""
     gain_s, spec = choice.serial_s - row.seconds, row.spec.split()[0]
-    if row.verdict == "not simulated: 5 plans are guessed faster":
+    if row.verdict == "not simulated: 5 plans have better guesses":
         simulated = candidates(choice, "simulated").keys() - in_a_row(choice.problem.op)
         return row.basis == "closed form" and len(simulated - {"serial"}) == 5
     if least := re.fullmatch(rf"not (\d+)%( and 10 us)? faster than serial: {OFF}", row.verdict):

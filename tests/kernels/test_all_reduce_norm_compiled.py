@@ -5,6 +5,7 @@ import re
 import pytest
 import triton.language as tl
 
+from counterpoint.kernels.add_norm import OPTIONS, add_norm_kernel
 from counterpoint.kernels.all_reduce_norm import all_reduce_norm_kernel
 from counterpoint.ops.norms import QUANTIZED
 from counterpoint.plan.all_reduce_norm import row_words, settings_in
@@ -37,7 +38,7 @@ def kernel(capability: int, p: Problem, spec: str) -> Compiled:
     types["y_ptr"] = "*fp8e4nv" if p.quantized else "*bf16"
     return compiled(
         all_reduce_norm_kernel, capability, types | NUMBERS, constants,
-        num_warps=settings.num_warps, aligned=(*types, "N", "part", "half_bytes"),
+        num_warps=settings.num_warps, aligned=(*types, "N", "part", "half_bytes"), options=OPTIONS,
     )  # fmt: skip
 
 
@@ -69,3 +70,39 @@ def test_a_layer_norm_in_fp8_does_so_too(spec: str, quantized: str):
     found = kernel(90, p, spec)
     assert not found.spills and re.search(r"cvt\.rn\.satfinite\.e4m3x2", found.ptx)
     assert all(name.endswith("v4.b32") for name in re.findall(r"\bld\.volatile\S*", found.ptx))
+
+
+def alone(p: Problem) -> Compiled:
+    """The kernel of rows that are in memory, as it is launched."""
+    constants = {
+        "LAYER": p.norm == "layer", "HAS_RESIDUAL": p.residual, "HAS_BIAS": p.bias,
+        "FP8": QUANTIZED[p.quantized], "WHOLE": True, "BLOCK": padded(p.n),
+    }  # fmt: skip
+    types = dict.fromkeys(("x_ptr", "y_ptr", *GIVEN), "*bf16")
+    types |= {"scale_ptr": "*fp32", "scales_ptr": "*fp32"}
+    return compiled(
+        add_norm_kernel, 90, types | {"N": "i32", "eps": "fp32"}, constants,
+        num_warps=max(1, min(16, padded(p.n) // 512)), aligned=(*types, "N"), options=OPTIONS,
+    )  # fmt: skip
+
+
+def pairs(found: Compiled) -> list[str]:
+    """What sums of pairs are of, in order: [2, n] or [n, 2]."""
+    sums = re.findall(r"tt\.reduce.*?\}\) : \(tensor<(\d+x\d+)xf32", found.ttgir, re.DOTALL)
+    return [shape for shape in sums if "2" in shape.split("x")]
+
+
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+@pytest.mark.parametrize(
+    ("n", "shots"), [(4096, "one_shot"), (5120, "one_shot"), (16384, "two_shot")]
+)
+def test_a_row_is_added_up_in_one_order_by_both_kernels(norm: str, n: int, shots: str):
+    """Threads have other columns; no product is added before it is rounded."""
+    p = Problem(
+        "all_reduce_norm", 8, n, ranks=4, norm=norm, residual=True, bias=norm == "layer",  # type: ignore[arg-type]
+        invariant=True,
+    )  # fmt: skip
+    both = kernel(90, p, "fused"), alone(p)
+    one, other = map(pairs, both)
+    assert one == other and len(one) == (padded(n).bit_length() - 1) * (1 + (norm == "layer"))
+    assert not any(re.search(r"\bfma\.", found.ptx) for found in both)

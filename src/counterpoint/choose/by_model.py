@@ -78,7 +78,7 @@ def by_model(
 
     table = [Candidate(s, t, "simulated", verdict(s, t)) for s, t in weighed.times.items()]
     table += [
-        Candidate(s, t, "closed form", f"not simulated: {MAX_SIMULATED} plans are guessed faster")
+        Candidate(s, t, "closed form", f"not simulated: {MAX_SIMULATED} plans have better guesses")
         for s, t in weighed.guesses.items()
         if s not in weighed.times and s not in weighed.limits
     ]

@@ -35,6 +35,7 @@ from counterpoint.ops.plans import family_of, plan_key
 from counterpoint.ops.room_for_rows import Layer, Room, room_for
 from counterpoint.ops.router import choose_experts, order_by_expert
 from counterpoint.ops.token_sums import sum_of_tokens
+from counterpoint.plan import invariant
 from counterpoint.ranges import instance, whole
 from counterpoint.runtime.device_limits import refused_in
 from counterpoint.runtime.routes import NONE
@@ -129,6 +130,9 @@ class ExpertParallelMLP(Grouped):
         self._fits: dict[tuple[Layer, int], bool] = {}  # see room_for_rows.py
         check_layer(name, dtype, device)
         check_plan(name, plan, "all_to_all_matmul")
+        if isinstance(plan, str) and invariant.says(plan):
+            want = "without invariant, of which experts have no plans"
+            raise InputError(name, "plan", want=want, got=repr(plan))
         self.capacity, self.dropped = capacity, None
         check_capacity(name, capacity, max_rows)
         ranks = self.group.size()
@@ -312,6 +316,10 @@ class ExpertParallelMLP(Grouped):
 
     def _check(self, x: Tensor, experts: Any, weights: Any) -> None:
         name = self._get_name()
+        for given, tensor in (("experts", experts), ("weights", weights)):
+            if tensor is None:
+                fix = "or give logits and top_k"
+                raise InputError(name, given, want="a Tensor", got="NoneType", fix=fix)
         self._check_tokens(x, experts=experts, weights=weights)
         if experts.shape[:-1] != x.shape[:-1] or experts.dim() != x.dim() or not experts.shape[-1]:
             want = f"{(*x.shape[:-1], 'top_k')} as x"

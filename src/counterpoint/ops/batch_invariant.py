@@ -20,7 +20,7 @@ class batch_invariant:
     to the dtype of x at any number of rows, and summed in fp32 in the order of ranks. So the plan
     does not matter either: "auto" chooses among those that keep to this, and others are refused. A
     bias is added as in `all_gather_matmul`; to a sum over ranks it is added once that has been
-    rounded. A norm is a kernel of its own behind the sum. Other operators of several ranks are
+    rounded. A norm adds up the columns of a row in one order. Other operators of several ranks are
     refused.
 
     Same bits need the same kind of GPU, versions of Triton and of this library, number of ranks,

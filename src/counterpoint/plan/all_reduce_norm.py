@@ -132,10 +132,10 @@ def settings_of(p: Problem, options: Options) -> Settings:
     """
     words = row_words(p)
     fits = p.ranks * padded(words) <= SUMMED_WORDS
-    shared = words % p.ranks == 0
+    shared = _two_shot(p)
     sent = p.m * words * 4 * (p.ranks - 1)
     # two ranks send as many bytes either way
-    first = fits and (p.ranks == 2 or sent <= ONE_SHOT_BYTES or not _two_shot(p))
+    first = fits and (p.ranks == 2 or sent <= ONE_SHOT_BYTES or not shared)
     shots = options.shots or ("one_shot" if first else "two_shot")
     if (
         shots == "scatter"

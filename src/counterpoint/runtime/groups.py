@@ -52,7 +52,8 @@ def release(group: dist.ProcessGroup | None = None) -> None:
     """Free the memory that `group` has here, before it is destroyed.
 
     All its ranks call this, when no graph that was captured with it will be replayed again. A
-    later call with the group starts anew.
+    later call with the group starts anew. What NCCL has for exchanges between islands stays, and
+    is found by that call.
 
     Args:
         group: the default group if None.

@@ -55,6 +55,7 @@ MAX_FACTS = 4096  # calls that are known in words
 YIELDS = 20  # then sleep: ranks may outnumber cores
 SLEEP_S = 50e-6
 LOOK_EVERY_S = 0.02
+RESTART = "; the group is unusable, restart its ranks"
 
 
 class Awaited(NamedTuple):
@@ -66,11 +67,16 @@ class Awaited(NamedTuple):
 
 
 class Refused(Exception):
-    """A rank has refused the call that others have come to, and why."""
+    """A rank has refused the call that others have come to, and why.
+
+    Attributes:
+        error: of a call of which nothing has run.
+        fault: the same of one that may have: what made the group unusable.
+    """
 
     def __init__(self, error: CounterpointError) -> None:
         super().__init__(error)
-        self.error = error
+        self.error, self.fault = error, _told(error, f"{error}{RESTART}")
 
 
 class NoticeBoard:
@@ -202,7 +208,7 @@ class NoticeBoard:
     def refuse(self, error: CounterpointError) -> None:
         """Say that this rank has refused a call before it noted it: peers may have come to it."""
         if self._far is not None:  # none of them looks while it waits
-            self.fail(_told(error, f"{error} (rank {self.rank} has refused the call)"))
+            self.fail(_told(error, f"{error} (rank {self.rank} has refused the call){RESTART}"))
         elif self.fault is None:
             _write(self._notes[self.rank], error)
             times = self._refusals(self.rank, self._calls + 1) + 1
@@ -254,12 +260,11 @@ class NoticeBoard:
         try:
             found = self.look()
         except Refused as refused:  # a meeting hears of it by itself, and nothing has run then
-            return None if compares or self._compares else refused.error
+            return None if compares or self._compares else refused.fault
         if found is None and (r := self.gone()) is not None:
             op = self.facts.get(self._mine[HEAD + self._calls % RING] & ~1, {}).get("op")
-            text = f"{op or 'counterpoint'}: {self.names[r]} did not come ({self.state(r)}); "
-            text += "the group is unusable, restart its ranks"
-            return PeerTimeoutError(text, rank=r, step="call")
+            text = f"{op or 'counterpoint'}: {self.names[r]} did not come ({self.state(r)})"
+            return PeerTimeoutError(text + RESTART, rank=r, step="call")
         return found
 
     def raise_what_is_wrong(self) -> None:
@@ -408,7 +413,7 @@ class NoticeBoard:
         except Refused as refused:
             self.awaits(None)
             if not self._compares:  # what it was called for is not what this rank meets for
-                raise self.fail(refused.error) from None
+                raise self.fail(refused.fault) from None
             calls = self._calls = self._mine[CALLS] = self._calls - 1  # it counts on no rank
             self._compared = [min(calls, each) for each in self._compared]
             self.refuse(refused.error)
@@ -484,7 +489,7 @@ class NoticeBoard:
             except Refused as refused:
                 if not launched:
                     raise
-                wrong = refused.error
+                wrong = refused.fault
             if wrong is not None:
                 raise self.fail(wrong)
 
@@ -558,7 +563,7 @@ class Late:
         except Refused as refused:
             if not self._launched:
                 raise
-            wrong = refused.error
+            wrong = refused.fault
         if wrong is not None:
             raise board.fail(wrong)
         gone = board.gone()

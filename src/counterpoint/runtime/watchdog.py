@@ -76,7 +76,7 @@ class Watchdog:
     def tell(self) -> None:
         """Leave the fault for the next call and for the other ranks, and end what waits in vain."""
         self._board.settle()
-        for _, end in self._waits:
+        for _, end in self._waits if not self.ended else ():
             end()
 
 

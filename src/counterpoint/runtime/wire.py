@@ -15,7 +15,8 @@ import threading
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
+from uuid import uuid4
 from weakref import WeakKeyDictionary
 
 import torch
@@ -82,8 +83,9 @@ class Nccl:
 
     def end(self) -> None:
         """End what does not end by itself, and let no workspace find its communicator again."""
-        turn, _ = _kept[self._workspace.group]
-        _kept[self._workspace.group] = turn, None
+        _, kept = _kept.get(self._workspace.group, ("", None))
+        if kept is self.communicator:
+            del _kept[self._workspace.group]
         self.communicator.abort()
 
     def _connect(self) -> None:
@@ -124,9 +126,9 @@ class Nccl:
         return not_exchanged(self._workspace, op, others, step, f"within {timeout_s:g} s")
 
 
-# Of each group, which in turn it is, and the communicator. A workspace that comes after another
-# finds it: freeing one waits for all graphs that have captured it, and each has memory of its own.
-_kept: WeakKeyDictionary[dist.ProcessGroup, tuple[int, Any]] = WeakKeyDictionary()
+# Of each group the communicator, and its name. A workspace that comes after another finds it:
+# freeing one waits for all graphs that have captured it, and each has memory of its own.
+_kept: WeakKeyDictionary[dist.ProcessGroup, tuple[str, Any]] = WeakKeyDictionary()
 
 
 def _communicator_of(workspace: Workspace) -> Any:
@@ -136,20 +138,19 @@ def _communicator_of(workspace: Workspace) -> Any:
     may differ in, and splits the default communicator, to which all ranks would have to come.
     """
     group = workspace.group
-    turn, found = _kept.get(group, (0, None))
-    every = workspace.gather((turn, found is not None))
-    if not all(usable for _, usable in every):
-        turn, rank, ranks = 1 + max(turn for turn, _ in every), workspace.rank, len(every)
-        store = dist.distributed_c10d.PrefixStore(f"counterpoint/exchange/{turn}/", store_of(group))
+    name, found = _kept.get(group, ("", None))
+    names, new = zip(*workspace.gather((name, uuid4().hex)), strict=True)
+    if len({*names}) > 1 or not name:
+        name, rank, ranks = f"counterpoint/exchange/{new[0]}", workspace.rank, len(new)
+        store = dist.distributed_c10d.PrefixStore(f"{name}/", store_of(group))
         # SMs that a matmul leaves are an exchange's first
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options.global_ranks_in_group = dist.get_process_group_ranks(group)
-        name: Any = f"{group.group_name}/counterpoint/{turn}"
-        options.group_name = name
+        options.group_name = cast(Any, name)
         found = dist.ProcessGroup(store, rank, ranks)
         backend = dist.ProcessGroupNCCL(store, rank, ranks, options)
         found._register_backend(workspace.device, dist.ProcessGroup.BackendType.NCCL, backend)
-        _kept[group] = turn, found
+        _kept[group] = name, found
     return found
 
 

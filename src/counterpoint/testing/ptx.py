@@ -15,10 +15,11 @@ The process must compile (no TRITON_INTERPRET=1).
 import os
 import re
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import triton
@@ -64,6 +65,7 @@ def compiled(
     num_warps: int,
     num_stages: int = 3,
     aligned: tuple[str, ...] = (),
+    options: Mapping[str, object] = MappingProxyType({}),
 ) -> Compiled:
     """Compile `kernel` for a GPU of that capability.
 
@@ -75,6 +77,7 @@ def compiled(
         num_warps: an option of Triton.
         num_stages: an option of Triton.
         aligned: arguments that are multiples of 16, which a launch finds out by itself.
+        options: others of Triton.
 
     Raises:
         UnsupportedError: this process interprets kernels.
@@ -90,8 +93,8 @@ def compiled(
         attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
     )
     target = GPUTarget("cuda", capability, 32)
-    options = {"num_warps": num_warps, "num_stages": num_stages}
-    found = triton.compile(source, target=target, options=options)
+    launch = {"num_warps": num_warps, "num_stages": num_stages, **options}
+    found = triton.compile(source, target=target, options=launch)
     usage = _cuobjdump(found.asm["cubin"], "-res-usage")
     names = ("REG", "SHARED")
     registers, shared = (int(re.search(rf"\b{name}:(\d+)", usage)[1]) for name in names)  # type: ignore[index]
