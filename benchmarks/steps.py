@@ -147,7 +147,8 @@ def _said(steps: Sequence[Step]) -> str:
     for ours in _ours(steps):
         theirs = (("torch", [s.over(s.torch, ours) for s in steps]),
                   ("the fastest unfused", [s.over(s.fastest, ours) for s in steps]))  # fmt: skip
-        texts += [f"{ours} over {name} {_mean(each)}" for name, each in theirs]
+        texts += [f"{ours} over {name} {_mean(each)}" for name, each in theirs
+                  if any(ratio == ratio for ratio in each)]  # fmt: skip
     return f"{steps[0].what}: {', '.join(texts)}"
 
 
