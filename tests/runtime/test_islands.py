@@ -25,7 +25,7 @@ from counterpoint.ops.samples import operands, operator_of
 from counterpoint.plan.operation import operation_of
 from counterpoint.presets import preset
 from counterpoint.problem import Problem
-from counterpoint.runtime.islands import islands_of
+from counterpoint.runtime.islands import group_of_island, islands_of
 from counterpoint.runtime.ranks import gather_object, spawn
 from counterpoint.runtime.workspace import workspace_of
 
@@ -305,3 +305,17 @@ def test_one_island_has_no_plan_between_islands(rank: int, world_size: int):
     x, w = shards(rank, 8, 16), shards(rank, 16, 8)
     with pytest.raises(InputError, match="plan must be for ranks of several islands"):
         cp.all_gather_matmul(x, w, plan="islands")
+
+
+@on_ranks(2, 4)
+def test_an_island_has_one_group(rank: int, ranks: int) -> None:
+    """However often it is asked for: each new one would keep its communicators to the end."""
+    group: Any = dist.group.WORLD
+    first = rank // 2 * 2
+    mine = range(first, first + 2)
+    found = group_of_island(group, mine)
+    assert found is group_of_island(group, mine) and found.size() == 2
+    assert (found is group) == (ranks == 2)
+    total = torch.tensor([rank])
+    dist.all_reduce(total, group=found)
+    assert total.item() == 2 * first + 1
