@@ -63,6 +63,11 @@ def test_slices_of_k_are_refused(name: str):
         validate(sliced)
 
 
+def test_the_word_alone_is_no_plan():
+    with pytest.raises(InputError, match=r"plan must be a plan before 'invariant', such as 'auto"):
+        build(replace(problem("all_gather_matmul", 4), invariant=False), "invariant")
+
+
 @pytest.mark.parametrize("op", ["matmul_reduce_scatter", "matmul_all_reduce"])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_sums_that_go_around_are_refused(op: str, ranks: int):

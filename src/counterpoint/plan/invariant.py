@@ -7,6 +7,7 @@ they agree with each other, too. Beyond that they cut, copy and send as they lik
 
 from dataclasses import replace
 
+from counterpoint.errors import InputError
 from counterpoint.plan.steps import Plan, Step
 from counterpoint.problem import Problem
 
@@ -19,9 +20,16 @@ def says(spec: str) -> bool:
 
 
 def said(problem: Problem, spec: str) -> tuple[Problem, str]:
-    """The problem, batch-invariant if the spec asks for that, and the spec without the word."""
+    """The problem, batch-invariant if the spec asks for that, and the spec without the word.
+
+    Raises:
+        InputError: nothing stands before the word.
+    """
     if not says(spec):
         return problem, spec
+    if spec.split() == [WORD]:
+        want = f"a plan before {WORD!r}, such as 'auto {WORD}'"
+        raise InputError(problem.op, "plan", want=want, got=repr(spec))
     return replace(problem, invariant=True), " ".join(spec.split()[:-1])
 
 
