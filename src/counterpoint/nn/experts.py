@@ -318,8 +318,8 @@ class ExpertParallelMLP(Grouped):
         name = self._get_name()
         for given, tensor in (("experts", experts), ("weights", weights)):
             if tensor is None:
-                fix = "or give logits and top_k"
-                raise InputError(name, given, want="a Tensor", got="NoneType", fix=fix)
+                want = "a Tensor where there are no logits"
+                raise InputError(name, given, want=want, got="NoneType")
         self._check_tokens(x, experts=experts, weights=weights)
         if experts.shape[:-1] != x.shape[:-1] or experts.dim() != x.dim() or not experts.shape[-1]:
             want = f"{(*x.shape[:-1], 'top_k')} as x"
