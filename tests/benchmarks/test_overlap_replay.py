@@ -74,5 +74,5 @@ def test_the_table_holds_auto_and_the_best_by_shards_against_the_ideal():
     )
     few = [row | {"op": "matmul_all_reduce"} for row in rows if "ring" not in row["arm"]]
     *_, line, _, note = overlap_replay.replay_table(few).splitlines()
-    assert "| - | **0.550** | running_sum chunks=2 | **1.64** | - | **1.100** |" in line
+    assert "| 0.900 | **0.550** | running_sum chunks=2 | **1.64** | **1.100** |" in line
     assert "geometric mean of 1: 1.64, least 1.64" in note
