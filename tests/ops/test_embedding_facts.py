@@ -58,6 +58,7 @@ class Ranks:
             board=SimpleNamespace(note=None, refuse=lambda error: None, facts={}),
             refuse_growth=self._grown,
         )
+        self.workspace.group_id = id(self.workspace.group)
         self.workspace.remember = self.workspace.code.__setitem__
         self.said: list[dict[str, str]] = []
         self.capturing, self.checked = False, 0

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import timedelta
 from itertools import product
 from typing import Any
 
@@ -18,6 +19,7 @@ from counterpoint.errors import InputError, PlanError
 from counterpoint.plan.families import build
 from counterpoint.plan.steps import Plan
 from counterpoint.problem import Problem
+from counterpoint.runtime.ranks import timeout_of
 from counterpoint.runtime.workspace import workspaces_of
 
 GATHER, SCATTER = SHARING = ("all_gather_matmul", "matmul_reduce_scatter")
@@ -190,5 +192,8 @@ def test_the_bound_of_a_wait(rank: int, world_size: int):
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("COUNTERPOINT_TIMEOUT_S")
         cp.all_gather_matmul(normal(2, K), normal(K, N))
-    (workspace,) = workspaces_of(dist.group.WORLD)
-    assert workspace.timeout_s == 30
+        group = dist.new_group(timeout=timedelta(seconds=77))
+        cp.all_gather_matmul(normal(2, K), normal(K, N), group=group)
+    (workspace,), (own,) = workspaces_of(dist.group.WORLD), workspaces_of(group)
+    assert workspace.timeout_s == timeout_of(dist.group.WORLD, torch.device("cpu"))
+    assert own.timeout_s == 77 and own.board.bound == "the timeout of its process group"

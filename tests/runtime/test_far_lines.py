@@ -30,10 +30,10 @@ def apart(timeout_s: float = TOLD_S) -> Iterator[tuple[NoticeBoard, Watchdog]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(notice_board, "allocate_cpu", refuse)
-        board = NoticeBoard(world(), "cuda", timeout_s)
+        board = NoticeBoard(world(), "cuda", timeout_s, "a test")
     assert not board.shared
     unsaid = np.zeros(1, np.int64)
-    watchdog = Watchdog(unsaid, lambda *_: pytest.fail("no kernel has said so"), board)
+    watchdog = Watchdog(unsaid, lambda *_: pytest.fail("no kernel has said so"), board, int)
     try:
         yield board, watchdog
     finally:

@@ -374,8 +374,10 @@ def test_a_host_does_not_wait_for_ever_for_its_gpu(rank: int, ranks: int, dead: 
         notes.pids = (*notes.pids[:last], 2**22 + 1)  # the number of no process
     held_up = HeldUp(notes)
 
+    bound_s = notice_board.DEAD_S if dead else notes.timeout_s
+
     def later(bounds: float) -> str:
-        clock.now_s += bounds * notes.timeout_s
+        clock.now_s += bounds * bound_s
         return "" if rank == last else told(held_up.look)
 
     with pytest.MonkeyPatch.context() as patch:

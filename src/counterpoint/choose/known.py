@@ -48,6 +48,16 @@ class Knowledge:
     machine: Machine | None
     tuned: Mapping[str, str]
 
+    def to_json(self) -> str:
+        """As text, for other ranks."""
+        return json.dumps([self.machine and self.machine.to_json(), dict(self.tuned)])
+
+    @classmethod
+    def from_json(cls, text: str) -> "Knowledge":
+        """What `to_json` has written."""
+        machine, tuned = json.loads(text)
+        return cls(Machine.from_json(machine) if machine else None, tuned)
+
 
 def cache_folder() -> Path:
     """COUNTERPOINT_CACHE, else counterpoint in the user's cache folder."""

@@ -30,7 +30,7 @@ VARIABLES = {
     "NCCL_NVLS_ENABLE": "0: NCCL without NVLink multicast",
     "NCCL_P2P_NET_CHUNKSIZE": "524288: faster sends between hosts, over sockets",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1: torch's symmetric memory without multicast",
-    "COUNTERPOINT_TIMEOUT_S": "bound of every wait on a peer, 30 if not set",
+    "COUNTERPOINT_TIMEOUT_S": "seconds to wait for a rank that is alive, as its group if not set",
     "COUNTERPOINT_CHECK": "1: each call compares its arguments over the ranks first",
     "COUNTERPOINT_CACHE": "folder of measured machines and tuned plans",
     "COUNTERPOINT_ISLAND": "name of the island of a rank, its host if not set",

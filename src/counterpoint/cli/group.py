@@ -18,7 +18,7 @@ from counterpoint.errors import InputError
 from counterpoint.runtime.islands import islands_of, name_of_mine
 from counterpoint.runtime.ranks import describe_process
 from counterpoint.runtime.store import gather_by_store
-from counterpoint.runtime.workspace import default_timeout_s
+from counterpoint.runtime.workspace import bound_of
 
 EXAMPLE = "torchrun --nproc-per-node=2 -m counterpoint doctor --group"
 
@@ -38,7 +38,9 @@ def group(*, as_json: bool) -> int:
     try:
         world = dist.group.WORLD
         assert world is not None
-        gather = gather_by_store(world, "counterpoint/doctor", default_timeout_s())
+        gather = gather_by_store(
+            world, "counterpoint/doctor", bound_of(world, torch.device("cpu"))[0]
+        )
         everyone = gather(_mine())
         islands = islands_of([facts["island"] for facts in everyone], dist.get_rank())
         for rank, facts in enumerate(everyone):

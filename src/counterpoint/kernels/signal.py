@@ -5,10 +5,10 @@ pad until each has reached it. Epochs are compared by their signed difference, s
 The epoch lives in device memory, and the barrier that opens a call advances it: a replayed graph
 counts on like an eager call.
 
-A wait that outlasts its bound does not trap: it writes which step and which words are late into
-pinned host memory and returns. From then on no wait of this rank waits and no kernel posts, so that
-the streams drain at once; and the epoch is set far back, so that what copies still post from it is
-no signal to anyone: the peers give up in their turn.
+A wait that outlasts its bound, or that the host ends because a rank has died, does not trap: it
+writes which step and which words are late into pinned host memory and returns. From then on no wait
+of this rank waits and no kernel posts, so that the streams drain at once; and the epoch is set far
+back, so that what copies still post from it is no signal to anyone: peers give up in their turn.
 """
 
 import triton
@@ -55,7 +55,9 @@ def signal_kernel(
         late = late & (seen - epoch < 0)
         num_late = tl.sum(late.to(tl.int32))
         if num_late > 0:
-            if now_ns() - start_ns > timeout_ns:
+            # the host sets it, too
+            stopped = tl.load(epoch_ptr + 1, volatile=True) != 0
+            if stopped | (now_ns() - start_ns > timeout_ns):
                 tl.store(epoch_ptr + 1, 1)
                 tl.store(epoch_ptr, epoch - (1 << 30))
                 # one store, so that the host sees both or neither

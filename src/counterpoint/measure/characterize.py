@@ -94,8 +94,8 @@ def characterize(
     source = f"measured on {ranks}x {name}, torch {torch.__version__}, {facts['date']}"
     machine = replace(base, measured=costs, nic=nic_of(rows), source=source)
     # islands measure side by side, and may find other numbers
-    machine, rows = workspace.gather((machine, rows))[0]
-    return machine, [row | facts for row in rows]
+    told, rows = workspace.gather((machine.to_json(), rows))[0]
+    return Machine.from_json(told), [row | facts for row in rows]
 
 
 class Bench:

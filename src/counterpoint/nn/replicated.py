@@ -59,9 +59,10 @@ class _CopyToGroup(torch.autograd.Function):
 def _sum(x: Tensor, group_name: str) -> Tensor:
     total = x.clone(memory_format=torch.contiguous_format)
     workspace = workspace_of(group_of(group_name), total.device)
-    workspace.board.note_op("copy_to_group")
-    awaited = Awaited("copy_to_group", "add its gradient", "backward")
-    library_of(workspace, awaited).all_reduce(total)
+    with workspace.board.whole():
+        workspace.board.note_op("copy_to_group")
+        awaited = Awaited("copy_to_group", "add its gradient", "backward")
+        library_of(workspace, awaited).all_reduce(total)
     return total
 
 

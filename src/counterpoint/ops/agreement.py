@@ -104,7 +104,9 @@ def tell(
     Raises:
         InputError, PeerTimeoutError: see `agree`.
     """
-    answers = meet(op, (here, refused, value), workspace, here)
+    forward = workspace.board.forward >> 1
+    shown = here | ({"backward": f"of call {forward}"} if forward else {})
+    answers = meet(op, (shown, refused, value), workspace, here)
     everyone = [facts for facts, *_ in answers]
     # in the words of rank 0: all ranks say the same
     for name in dict.fromkeys(name for facts in everyone for name in facts):

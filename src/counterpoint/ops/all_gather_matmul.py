@@ -109,8 +109,9 @@ def all_gather_matmul(
         InputError: an argument is wrong; nothing was launched.
         PlanError: `plan` is a Plan that is wrong; nothing was launched.
         UnsupportedError: the machine lacks something, or a gradient of the gradient is asked for.
-        PeerTimeoutError: a rank did not come within COUNTERPOINT_TIMEOUT_S (30). On a GPU it is
-            raised by the next call, or by `counterpoint.check`.
+        PeerTimeoutError: a rank is dead, or did not come within COUNTERPOINT_TIMEOUT_S, by default
+            the timeout of the group. On a GPU it is raised by the next call, or by
+            `counterpoint.check`.
 
     Example:
         >>> y = counterpoint.all_gather_matmul(x_shard, w, group=tp)  # doctest: +SKIP
@@ -159,7 +160,7 @@ def _anew(
     except CounterpointError as error:
         raise refused(error, group, x) from None
     if key is not None:
-        y = call.first(OPERATOR, (front, w, bias, *scales), spec, counts, group, key)[0]
+        y = call.ran(OPERATOR, (front, w, bias, *scales), spec, counts, group, key)[0]
     else:
         y = torch.ops.counterpoint.all_gather_matmul(front, w, bias, spec, counts, *where, *scales)
     return y.movedim(0, dim) if dim else y
@@ -231,7 +232,7 @@ def _activated_anew(
     if key is not None:
         operator = operator_of_activated(activation, len(weights))
         tensors = front, *weights, bias, *scales
-        y = call.first(operator, tensors, spec, counts, group, key)[0]
+        y = call.ran(operator, tensors, spec, counts, group, key)[0]
     else:
         op = torch.ops.counterpoint.all_gather_matmul_activated
         y = op(front, weights, bias, activation, spec, counts, *where, *scales)

@@ -136,7 +136,7 @@ def _summed(
         raise refused(error, group, x) from None
     if key is None:
         return tuple(torch.ops.counterpoint.all_reduce_norm(*given, *norm, spec, group.group_name))
-    return tuple(call.first(operator_of(norm), given, spec, (), group, key))
+    return tuple(call.ran(operator_of(norm), given, spec, (), group, key))
 
 
 @cache

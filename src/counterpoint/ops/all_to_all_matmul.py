@@ -100,7 +100,7 @@ def _anew(
     x, w, counts, plan, group, room, host = given
     if key is not None and known is not None:
         operator, tensors = operator_of(OP, return_rows), (x, w, counts)
-        return call.first(operator, tensors, plan, known.facts, group, key, call.Given(room))
+        return call.ran(operator, tensors, plan, known.facts, group, key, call.Given(room))
     keep = return_rows or (torch.is_grad_enabled() and w.requires_grad)
     return OPS.all_to_all_matmul(
         x, w, counts, room, host, keep, return_rows, False, plan, group.group_name, group.size()

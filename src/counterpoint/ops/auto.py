@@ -76,7 +76,8 @@ def knowledge_of(workspace: Workspace) -> Knowledge:
             # ranks cannot talk now: what the package has is equal on all of them
             return Knowledge(load(name, ranks, torch.__version__, folder=None).machine, {})
         mine = load(name, ranks, torch.__version__) if workspace.rank == 0 else None
-        workspace.knowledge = workspace.gather(mine)[0]
+        told = workspace.gather(mine and mine.to_json())[0]
+        workspace.knowledge = Knowledge.from_json(str(told))
     return workspace.knowledge
 
 

@@ -140,8 +140,7 @@ class Ready:
         tensors: Tensors,
         outputs: tuple[Output, ...],
     ) -> None:
-        self.workspace = workspace
-        self.note = workspace.board.note
+        self.workspace, self.board = workspace, workspace.board
         code, self.digest = self.code, _ = known
         given = enumerate(zip(operator.inputs, tensors, strict=True))
         named = {buffer.name for buffer in code.program.plan.buffers} if code else set[str]()
@@ -175,28 +174,40 @@ class Ready:
             PeerTimeoutError: a peer did not answer; the group is unusable.
             InputError: a peer has called something else; likewise.
         """
-        self.note(self.digest)
-        operands: dict[str, Tensor] = {}
-        for i, name, form in self.inputs:
-            tensor: Any = tensors[i]
-            operands[name] = form(tensor) if form else tensor
-        like: Any = tensors[self.inputs[0][0]]
-        results: list[Tensor] = []
-        for name, shape, transposed, dtype in self.outputs:
-            if shape[0] < 0:  # a step may put another tensor in its place
-                operands[name] = like.new_empty(room, shape[1])
-                continue
-            y: Tensor = like.new_empty(shape[::-1] if transposed else shape, dtype=dtype)
-            y = y.t() if transposed else y
-            operands[name] = y if len(shape) == 2 else y.flatten(0, -2)
-            results.append(y)
-        if self.code is not None:
-            if self.clears:
-                operands["clear"] = like
-            self.code.run(operands)
-            if self.ends is not None:
-                self.ends(operands)
-            return results + [operands[name] for name in (*self.made, *self.counted)]
+        board = self.board
+        try:
+            board.note(self.digest)
+            operands: dict[str, Tensor] = {}
+            for i, name, form in self.inputs:
+                tensor: Any = tensors[i]
+                operands[name] = form(tensor) if form else tensor
+            like: Any = tensors[self.inputs[0][0]]
+            results: list[Tensor] = []
+            for name, shape, transposed, dtype in self.outputs:
+                if shape[0] < 0:  # a step may put another tensor in its place
+                    operands[name] = like.new_empty(room, shape[1])
+                    continue
+                y: Tensor = like.new_empty(shape[::-1] if transposed else shape, dtype=dtype)
+                y = y.t() if transposed else y
+                operands[name] = y if len(shape) == 2 else y.flatten(0, -2)
+                results.append(y)
+            if self.code is not None:
+                if self.clears:
+                    operands["clear"] = like
+                self.code.run(operands)
+                if self.ends is not None:
+                    self.ends(operands)
+                results += [operands[name] for name in (*self.made, *self.counted)]
+            else:
+                self._without_code(operands, results)
+            board.calling = 0
+        except BaseException as error:
+            board.end(error)
+            raise
+        return results
+
+    def _without_code(self, operands: dict[str, Tensor], results: list[Tensor]) -> None:
+        """Fill results of a sum of nothing."""
         bias = operands.get("bias")
         results += [operands[name] for name in self.counted]
         for y in results:
@@ -204,7 +215,6 @@ class Ready:
                 y.zero_() if bias is None else y.copy_(bias.expand_as(y))
                 if bias is not None and self.activation:
                     activated.into(self.activation, y, None, y)
-        return results
 
 
 def _made(code: Code | None) -> set[str]:
@@ -296,7 +306,7 @@ def repeated(
     x, *rest = tensors
     # as `workspace_if_any`, without its call
     workspace = workspaces.get((group.group_name, x.device))
-    if workspace is None or workspace.group is not group or "COUNTERPOINT_CHECK" in os.environ:
+    if workspace is None or workspace.group_id != id(group) or "COUNTERPOINT_CHECK" in os.environ:
         return None, key, group
     ready: Runnable | None = workspace.known.get(key)
     if ready is None:
@@ -311,14 +321,51 @@ def repeated(
     return ready((x.movedim(dim, 0), *rest))[0].movedim(0, dim), key, group
 
 
-def first(
+def ran(
     operator: Operator, tensors: Tensors, plan: str, rows: Sequence[int],
-    group: dist.ProcessGroup, key: tuple[object, ...], given: Given = NOTHING,
+    group: dist.ProcessGroup, key: tuple[object, ...] | None = None, given: Given = NOTHING,
 ) -> list[Tensor]:  # fmt: skip
-    """Prepare and run a call that has passed its checks, and keep what it is ready with."""
-    ready = prepare(operator, tensors, plan, rows, group, given.refused)
-    ready.workspace.know(key, ready)
-    return ready(tensors, given.room)
+    """Run a call that has passed its checks.
+
+    Args:
+        key: what an eager call like it is found by from now on; None: by nothing.
+
+    Raises:
+        InputError, UnsupportedError, PeerTimeoutError: see `prepare`.
+    """
+    known = _known(operator, tensors, plan, rows, group)
+    if known.ready is not None and given.refused is None and key is None and not checking():
+        return known.ready(tensors, given.room)
+    with known.workspace.board.whole():
+        ready = _prepared(operator, tensors, plan, rows, known, given.refused)
+        if key is not None:
+            known.workspace.know(key, ready)
+        return ready(tensors, given.room)
+
+
+class _Found(NamedTuple):
+    """What is known of a call before it is prepared.
+
+    Args:
+        facts: what all ranks must have alike.
+        layout: those, and how this rank's tensors lie.
+    """
+
+    workspace: Workspace
+    facts: tuple[object, ...]
+    layout: tuple[object, ...]
+    ready: Ready | None
+
+
+def _known(
+    operator: Operator, tensors: Tensors, plan: str, rows: Sequence[int], group: dist.ProcessGroup
+) -> _Found:
+    first = next(t for t in tensors if t is not None)
+    workspace = workspace_of(group, first.device)
+    workspace.check()
+    facts = (operator.op, operator.settings, plan, tuple(rows), _sizes(operator, tensors))
+    layout = (operator, facts, tuple(t if t is None else (t.shape, t.stride()) for t in tensors))
+    return _Found(workspace, facts, layout, workspace.known.get(layout))
 
 
 def prepare(
@@ -343,14 +390,18 @@ def prepare(
         UnsupportedError: the plan that was asked for does not run on the GPU of a rank.
         PeerTimeoutError: a peer did not answer; the group is unusable.
     """
-    first = next(t for t in tensors if t is not None)
-    workspace = workspace_of(group, first.device)
-    workspace.check()
-    facts = (operator.op, operator.settings, plan, tuple(rows), _sizes(operator, tensors))
-    layout = (operator, facts, tuple(t if t is None else (t.shape, t.stride()) for t in tensors))
-    ready: Ready | None = workspace.known.get(layout)
-    if ready is not None and refused is None and not checking():
-        return ready
+    known = _known(operator, tensors, plan, rows, group)
+    if known.ready is not None and refused is None and not checking():
+        return known.ready
+    return _prepared(operator, tensors, plan, rows, known, refused)
+
+
+def _prepared(
+    operator: Operator, tensors: Tensors, plan: str, rows: Sequence[int], found: _Found,
+    refused: CounterpointError | None,
+) -> Ready:  # fmt: skip
+    """See `prepare`, of a call that is new, or that ranks compare again."""
+    workspace, facts, layout, _ = found
     known: Compiled | None = workspace.code.get(facts)
     # ranks that disagree would wait for one another, or compute something else: compared in words
     # at the first call with these facts, and at each call where that is asked for; else by digests
@@ -360,7 +411,7 @@ def prepare(
     elif refused is not None:
         workspace.board.refuse(refused)
         raise refused
-    ranks, rank = group.size(), workspace.rank
+    ranks, rank = workspace.board.ranks, workspace.rank
     if known is None:
         problem = of_islands(operator.problem(tensors, rows, ranks), workspace)
         chosen = plan_of(problem, plan, workspace, tensors)
@@ -438,9 +489,7 @@ def run(
         InputError: see `prepare`.
         PeerTimeoutError: a peer did not answer; the group is unusable.
     """
-    group = group_of(group_name)
-    ready = prepare(operator, tensors, in_force(plan), rows, group, given.refused)
-    return ready(tensors, given.room)
+    return ran(operator, tensors, in_force(plan), rows, group_of(group_name), None, given)
 
 
 def _form(given: Input, tensor: Tensor) -> Callable[[Tensor], Tensor] | None:

@@ -51,7 +51,7 @@ class Ready:
 
     def __init__(self, workspace: Workspace, problem: Problem, digest: int, *, mean: bool) -> None:
         self.workspace, self.problem, self.mean = workspace, problem, mean
-        self.digest, self.note = digest, workspace.board.note
+        self.digest, self.board = digest, workspace.board
         self.shape = problem.rows[workspace.rank], problem.n
         self.dtype: torch.dtype = getattr(torch, problem.dtype)
         # as the dispatcher takes them: of each rank how many tables, and their columns
@@ -72,17 +72,23 @@ class Ready:
             PeerTimeoutError: a peer did not answer; the group is unusable.
             InputError: likewise, as one has called something else.
         """
-        self.note(self.digest)
-        into, code = None, self.code
-        if out is None:
-            y = indices.new_empty(self.shape, dtype=self.dtype)
-        else:
-            turn = out.take()
-            y, into = out.view(turn), (out.bases, out.turn_bytes // VECTOR_BYTES, turn)
-            code = code if turn < out.turns else self.opened
-        if code is not None:
-            bags: Any = Bags(tables, indices, offsets, weights, last, self.mean, placed, into)
-            code.run({"bags": bags, "y": y})
+        board = self.board
+        try:
+            board.note(self.digest)
+            into, code = None, self.code
+            if out is None:
+                y = indices.new_empty(self.shape, dtype=self.dtype)
+            else:
+                turn = out.take()
+                y, into = out.view(turn), (out.bases, out.turn_bytes // VECTOR_BYTES, turn)
+                code = code if turn < out.turns else self.opened
+            if code is not None:
+                bags: Any = Bags(tables, indices, offsets, weights, last, self.mean, placed, into)
+                code.run({"bags": bags, "y": y})
+            board.calling = 0
+        except BaseException as error:
+            board.end(error)
+            raise
         return y
 
     def compile(self, plan: Plan, asked: Asked, placed: dict[object, Chunks]) -> None:
@@ -142,7 +148,7 @@ def ready_for(given: tuple[Any, ...], group: dist.ProcessGroup) -> Known:
             )  # fmt: skip
             # as `workspace_if_any`, without its call
             workspace = workspaces.get((group.group_name, indices.device))
-            if workspace is not None and workspace.group is group:
+            if workspace is not None and workspace.group_id == id(group):
                 found: Known | None = workspace.known.get(key)
                 if found is not None:
                     return found

@@ -103,20 +103,21 @@ def exchange(dy: Tensor, sent: Sent) -> list[Slice]:
     cut = [tables_by_slice(dims, workspace.agreed.get((OP, p), 1)) for dims in p.tables]
     firsts = [list(accumulate(dims, initial=start))
               for dims, start in zip(p.tables, p.column_starts, strict=False)]  # fmt: skip
-    workspace.board.note_op(f"{OP} backward")
-    awaited = Awaited(OP, "take part in the exchange of gradients", "backward")
-    calls = library_of(workspace, awaited)
-    found: list[Slice] = []
-    kept: list[tuple[Tensor, Tensor]] = []
-    for slices in zip(*cut, strict=True):
-        parts = [dy[:, each[some.start] : each[some.stop]]
-                 for each, some in zip(firsts, slices, strict=True)]  # fmt: skip
-        got = dy.new_empty(p.m, parts[rank].shape[1])
-        blocks = list(got.split(p.rows))
-        kept.append((blocks[rank], parts[rank]))
-        blocks[rank], parts[rank] = got[:0], got[:0]
-        wait = calls.begin_all_to_all(blocks, [part.contiguous() for part in parts])
-        found.append(Slice(slices[rank], got, wait))
-    for block, part in kept:
-        block.copy_(part)
+    with workspace.board.whole():
+        workspace.board.note_op(f"{OP} backward")
+        awaited = Awaited(OP, "take part in the exchange of gradients", "backward")
+        calls = library_of(workspace, awaited)
+        found: list[Slice] = []
+        kept: list[tuple[Tensor, Tensor]] = []
+        for slices in zip(*cut, strict=True):
+            parts = [dy[:, each[some.start] : each[some.stop]]
+                     for each, some in zip(firsts, slices, strict=True)]  # fmt: skip
+            got = dy.new_empty(p.m, parts[rank].shape[1])
+            blocks = list(got.split(p.rows))
+            kept.append((blocks[rank], parts[rank]))
+            blocks[rank], parts[rank] = got[:0], got[:0]
+            wait = calls.begin_all_to_all(blocks, [part.contiguous() for part in parts])
+            found.append(Slice(slices[rank], got, wait))
+        for block, part in kept:
+            block.copy_(part)
     return found

@@ -61,9 +61,10 @@ def _checked(counts: Tensor, group: dist.ProcessGroup | None) -> dist.ProcessGro
 def _run(counts: Tensor, group_name: str, group_size: int) -> Tensor:
     table = counts.new_empty(group_size, counts.shape[0])
     workspace = workspace_of(group_of(group_name), counts.device)
-    workspace.board.note_op(OP)
-    calls = library_of(workspace, Awaited(OP, "exchange its counts", OP))
-    calls.all_gather(table.view(-1), counts.contiguous())
+    with workspace.board.whole():
+        workspace.board.note_op(OP)
+        calls = library_of(workspace, Awaited(OP, "exchange its counts", OP))
+        calls.all_gather(table.view(-1), counts.contiguous())
     return table
 
 

@@ -187,17 +187,18 @@ def _run(
         sizes = device_routes.sizes_of(workspace, experts, max_rows)
         device_routes.by_kernels(sizes, num_experts, experts.dtype, experts.device)
     key = (OP, *facts.values())
-    if key not in workspace.agreed:
-        workspace.agreed[key] = agree(OP, facts, workspace)
-    workspace.board.note(workspace.agreed[key])
-    if max_rows is None:
-        known = find_routes(workspace, experts, weights, num_experts)
-        return *known, experts.new_empty(0, dtype=torch.int64)
-    found, dropped = device_routes.find(
-        workspace, experts, weights, num_experts, max_rows, drops
-    )  # fmt: skip
-    if experts.is_cpu or checking():
-        _look(experts, found.counts, num_experts, max_rows, workspace)
+    with workspace.board.whole():
+        if key not in workspace.agreed:
+            workspace.agreed[key] = agree(OP, facts, workspace)
+        workspace.board.note(workspace.agreed[key])
+        if max_rows is None:
+            known = find_routes(workspace, experts, weights, num_experts)
+            return *known, experts.new_empty(0, dtype=torch.int64)
+        found, dropped = device_routes.find(
+            workspace, experts, weights, num_experts, max_rows, drops
+        )  # fmt: skip
+        if experts.is_cpu or checking():
+            _look(experts, found.counts, num_experts, max_rows, workspace)
     return found.weights, found.counts, found.firsts, found.lists, dropped
 
 
@@ -262,11 +263,13 @@ def _run_back(
     group_name: str, group_size: int,
 ) -> Tensor:  # fmt: skip
     workspace = workspace_of(group_of(group_name), each.device)
-    workspace.board.note_op(f"{OP} backward")
-    if on_device:
-        sizes = device_routes.Sizes(tokens, top, group_size, len(each), workspace.islands.number)
-        return device_routes.weights_back(workspace, lists, each, sizes)
-    return weights_back(workspace, Found(blocks_in(numbers), lists), each)
+    with workspace.board.whole():
+        workspace.board.note_op(f"{OP} backward")
+        if on_device:
+            rows, islands = len(each), workspace.islands.number
+            sizes = device_routes.Sizes(tokens, top, group_size, rows, islands)
+            return device_routes.weights_back(workspace, lists, each, sizes)
+        return weights_back(workspace, Found(blocks_in(numbers), lists), each)
 
 
 def _fake_back(

@@ -92,7 +92,7 @@ def anew(
     if key is None:
         op = torch.ops.counterpoint.matmul_all_reduce
         return op(x, w, bias, spec, name, *scales, behind)
-    return call.first(operator_of(behind), (x, w, bias, *scales), spec, (), group, key)[0]
+    return call.ran(operator_of(behind), (x, w, bias, *scales), spec, (), group, key)[0]
 
 
 def _problem(tensors: Tensors, rows: Sequence[int], ranks: int) -> Problem:

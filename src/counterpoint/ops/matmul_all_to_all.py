@@ -90,7 +90,7 @@ def _anew(
     index, weights = (None, None) if sum_of is None else _check_sum(sum_of, x)
     if key is not None and known is not None:
         operator, tensors = operator_of(OP), (x, w, counts, None, index, weights)
-        return call.first(operator, tensors, plan, known.facts, group, key, call.Given(room))[0]
+        return call.ran(operator, tensors, plan, known.facts, group, key, call.Given(room))[0]
     where = (plan, group.group_name, group.size())
     if index is None or weights is None:
         return OPS.matmul_all_to_all(x, w, counts, None, room, host, False, *where)

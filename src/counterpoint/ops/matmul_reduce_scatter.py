@@ -118,7 +118,7 @@ def _anew(
     except CounterpointError as error:
         raise refused(error, group, x) from None
     if key is not None:
-        y = call.first(OPERATOR, (front, w, bias, *scales), spec, counts, group, key)[0]
+        y = call.ran(OPERATOR, (front, w, bias, *scales), spec, counts, group, key)[0]
     else:
         op, where = torch.ops.counterpoint.matmul_reduce_scatter, (group.size(), group.rank())
         y = op(front, w, bias, spec, counts, group.group_name, *where, *scales)

@@ -1,6 +1,7 @@
 """Our operators as torch has them: what the dispatcher, compilers and autograd call."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any, NoReturn
 
@@ -9,6 +10,8 @@ from torch import Tensor
 from torch.fx.node import has_side_effect
 
 from counterpoint.errors import UnsupportedError
+from counterpoint.runtime.notice_board import NoticeBoard
+from counterpoint.runtime.workspace import workspaces
 
 LIBRARY = torch.library.Library("counterpoint", "FRAGMENT")
 DOUBLE = (
@@ -49,7 +52,49 @@ def register(
     if meets:
         has_side_effect(getattr(torch.ops.counterpoint, op).default)
     if backward is not None:
+        if meets and save is not None:
+            save, backward = _of_one_forward(schema, save, backward)
         torch.library.register_autograd(name, backward, setup_context=save, lib=LIBRARY)
+
+
+Forward = tuple[NoticeBoard | None, int]  # of which group a call was, and its number
+
+
+def forward_of(group_name: str, device: torch.device) -> Forward:
+    """The last call of a group, for `its_backward`."""
+    workspace = workspaces.get((group_name, device))
+    return (None, 0) if workspace is None else (workspace.board, workspace.board.calls)
+
+
+@contextmanager
+def its_backward(forward: Forward) -> Generator[None]:
+    """Around the calls of a backward: ranks compare whose they are, and make all or none."""
+    board, number = forward
+    if board is None:
+        yield
+    else:
+        with board.whole(), board.backward_of(number):
+            yield
+
+
+def _of_one_forward(
+    schema: str, save: Callable[..., None], backward: Callable[..., Any]
+) -> tuple[Callable[..., None], Callable[..., Any]]:
+    """The same, where the backward's calls are those of one forward call."""
+    arguments = schema.partition("(")[2].partition(") ->")[0].split(", ")
+    at = arguments.index("str group_name")
+
+    def saved(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        save(ctx, inputs, output)
+        given = (t for each in inputs for t in (each if isinstance(each, list) else (each,)))
+        first = next(t for t in given if isinstance(t, Tensor))
+        ctx.forward = forward_of(inputs[at], first.device)
+
+    def called(ctx: Any, *grads: Any) -> Any:
+        with its_backward(ctx.forward):
+            return backward(ctx, *grads)
+
+    return saved, called
 
 
 def _where_tensors_are(run: Callable[..., Any]) -> Callable[..., Any]:

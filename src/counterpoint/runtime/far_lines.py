@@ -5,9 +5,10 @@ rank. If any two ranks differ, some neighbours do; who finds it leaves a verdict
 one line written and one read for each rank, however many there are.
 """
 
-import pickle
+import struct
 import threading
 import time
+import weakref
 import zlib
 from typing import Any
 
@@ -16,9 +17,12 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from counterpoint.errors import CounterpointError
+from counterpoint.runtime.messages import decode, encode
 from counterpoint.runtime.store import ANSWER_S, answer_of, store_of
 
 PERIOD_S = 0.25
+SILENT_S = 30.0  # after which a rank counts as dead; with a shorter bound of waits after that
+SHOWN = struct.Struct("<q")  # before a line: how often it has been shown
 
 
 class FarLines:
@@ -27,19 +31,20 @@ class FarLines:
     Args:
         group: whose ranks.
         name: of keys; equal on all ranks, and another one for each board.
-        timeout_s: silence after which a rank counts as dead. Time in which this rank itself could
-            not look is none.
+        timeout_s: bound of waits; that or `SILENT_S` of silence, and a rank counts as dead. Time in
+            which this rank itself could not look is none.
     """
 
     def __init__(self, group: dist.ProcessGroup, name: str, timeout_s: float) -> None:
         rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-        self.timeout_s = timeout_s
+        self.silent_s = min(timeout_s, SILENT_S)
         self._own, self._next = (f"{name}/line/{r % ranks}" for r in (rank, rank + 1))
         self._verdict = f"{name}/verdict"
         self._store: Any = store_of(group)
         self._shown, self._heard = 0, 0
         self._last_s = -PERIOD_S
         self._unheard = 0  # exchanges since the next rank was heard
+        self._found: CounterpointError | None = None  # a verdict
         self._lock = threading.Lock()
 
     def exchange(
@@ -52,8 +57,8 @@ class FarLines:
         """
         with self._lock:
             now_s = time.monotonic()
-            if now_s - self._last_s < PERIOD_S:
-                return None
+            if now_s - self._last_s < PERIOD_S or self._found is not None:
+                return self._found
             self._last_s = now_s
             self._unheard += 1
             if self._store is None:
@@ -61,13 +66,14 @@ class FarLines:
             try:
                 found, next_one = answer_of(self._asked, self._line(mine), within_s=ANSWER_S)
                 if found is not None:
-                    return pickle.loads(found)
+                    self._found = decode(found)
+                    return self._found
                 if next_one is not None:
-                    heard, line = pickle.loads(next_one)
+                    (heard,), line = SHOWN.unpack_from(next_one), next_one[SHOWN.size :]
                     if heard != self._heard:
                         self._heard, self._unheard = heard, 0
                         # at once: numpy lets go of the interpreter's lock, and half a line is wrong
-                        theirs.data[:] = zlib.decompress(line)
+                        theirs.data[:] = zlib.decompressobj().decompress(line, len(theirs))
             except RuntimeError:  # it ended with its host
                 self._store = None
         return None
@@ -82,9 +88,19 @@ class FarLines:
                 pass
             self._store = None
 
+    def beat(self, mine: NDArray[np.uint8], theirs: NDArray[np.uint8]) -> None:
+        """Exchange from a thread while this object lives: a rank that computes is not dead."""
+        given = (weakref.ref(self), mine, theirs)
+        threading.Thread(target=_beat, args=given, name="counterpoint-lines", daemon=True).start()
+
+    @property
+    def ended(self) -> bool:
+        """Whether this rank has left, or the store has gone."""
+        return self._store is None
+
     def _line(self, mine: NDArray[np.uint8]) -> bytes:
         self._shown += 1
-        return pickle.dumps((self._shown, zlib.compress(mine.tobytes(), 1)))  # most of it is empty
+        return SHOWN.pack(self._shown) + zlib.compress(mine.tobytes(), 1)  # most of it is empty
 
     def _asked(self, line: bytes) -> tuple[bytes | None, bytes | None]:
         """Show a line; the verdict and the next rank's line, where there are."""
@@ -99,7 +115,7 @@ class FarLines:
         with self._lock:
             try:
                 if self._store is not None:
-                    answer_of(self._told, pickle.dumps(error), within_s=ANSWER_S)
+                    answer_of(self._told, encode(error), within_s=ANSWER_S)
             except RuntimeError:
                 self._store = None
 
@@ -110,4 +126,13 @@ class FarLines:
     def state(self) -> str:
         """Whether the next rank is heard, in words."""
         silent_s = self._unheard * PERIOD_S
-        return f"silent for {silent_s:.1f} s: {'dead' if silent_s > self.timeout_s else 'alive'}"
+        return f"silent for {silent_s:.1f} s: {'dead' if silent_s > self.silent_s else 'alive'}"
+
+
+def _beat(
+    watched: "weakref.ref[FarLines]", mine: NDArray[np.uint8], theirs: NDArray[np.uint8]
+) -> None:
+    while (lines := watched()) is not None and not lines.ended:
+        lines.exchange(mine, theirs)
+        del lines
+        time.sleep(PERIOD_S)

@@ -94,7 +94,9 @@ class FusedMemory:
         self.state = torch.zeros(3, dtype=torch.int32, device=workspace.device)
         self._all = (self.words, self.turns, self.flags)
         if workspace.device.type == "cuda":  # the watchdog of the workspace looks at it
-            self.fault = lanes_of(workspace).fault
+            lanes = lanes_of(workspace)
+            self.fault = lanes.fault
+            lanes.stops(self.state[2:])
             self.over = torch.zeros(1, dtype=torch.int64).pin_memory()
             workspace.board.alarms.append((self.over.numpy(), self.dropped))
         else:

@@ -68,8 +68,9 @@ def release(group: dist.ProcessGroup | None = None) -> None:
         if workspace.device.type == "cuda":
             torch.cuda.synchronize(workspace.device)
         try:
-            workspace.board.note_op("release")
-            workspace.gather(None)  # no rank frees what another one still uses
+            with workspace.board.whole():
+                workspace.board.note_op("release")
+                workspace.gather(None)  # no rank frees what another one still uses
         finally:
             forget(workspace)
 

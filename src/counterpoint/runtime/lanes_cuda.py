@@ -76,7 +76,19 @@ class CudaLanes:
         self.signals_compiled = False
         self.replays = Replays(device)
         words = self.fault.numpy()
-        self.watchdog = Watchdog(words, self.describe, workspace.board)
+        self._stops = [self.epoch[1:]]
+        self._one = torch.ones(1, dtype=torch.int32).pin_memory()
+        self.watchdog = Watchdog(words, self.describe, workspace.board, self._stop_waits)
+
+    def stops(self, word: torch.Tensor) -> None:
+        """Know a word, int32 [1] on the GPU, by which waits of kernels end once it is not 0."""
+        self._stops.append(word)
+
+    def _stop_waits(self) -> None:
+        """End all waits of kernels of this rank, while they run: by copies beside them."""
+        with torch.cuda.device(self.workspace.device), torch.cuda.stream(self._upload):
+            for word in self._stops:
+                word.copy_(self._one, non_blocking=True)
 
     def follow(self, spins: bool = False) -> None:
         """Let the current stream wait for the last call, where that was on another one.
@@ -161,10 +173,11 @@ def not_signalled(
     """The error of a kernel's wait that has given up, and for whom it waited."""
     each = [describe_process(workspace.pads.peer_pids[r]) for r in ranks]
     gone = [r for r, state in zip(ranks, each, strict=True) if not state.endswith("alive")]
+    within = "" if gone else f" within {workspace.timeout_s:g} s"
     return PeerTimeoutError(
         f"{op}: ranks {list(ranks)} did not signal step {step!r} of plan {spec} to rank "
-        f"{workspace.rank} within {workspace.timeout_s:g} s ({', '.join(each)}); the group is "
-        "unusable, restart its ranks (COUNTERPOINT_TIMEOUT_S is the bound)",
+        f"{workspace.rank}{within} ({', '.join(each)}); the group is unusable, restart its ranks "
+        f"({workspace.board.bound} is the bound)",
         rank=next(iter([*gone, *ranks]), None),
         step=step,
     )

@@ -4,6 +4,7 @@ On CPU ranks they are ours, by the notice board: gloo ends the process of a rank
 another size, and a rank that waits in it can neither be told nor end.
 """
 
+import weakref
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, Protocol
@@ -110,16 +111,22 @@ class _OnGpu:
     """NCCL's."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
+        self._of = weakref.ref(group)  # the group ends when torch destroys it
+
+    @property
+    def _group(self) -> dist.ProcessGroup:
+        group = self._of()
+        assert group is not None, "its workspace has been forgotten by then"
+        return group
 
     def all_gather(self, target: Tensor, source: Tensor) -> None:
-        work = _GATHER(self._group, target, source, _GATHER_OPTIONS)
+        work = _GATHER(self._of(), target, source, _GATHER_OPTIONS)
         if work is not None:
             work.wait()
 
     def reduce_scatter(self, target: Tensor, source: Tensor, *, average: bool = False) -> None:
         options = _AVERAGE_OPTIONS if average else _SCATTER_OPTIONS
-        work = _SCATTER(self._group, target, source, options)
+        work = _SCATTER(self._of(), target, source, options)
         if work is not None:
             work.wait()
 

@@ -14,15 +14,15 @@ copies the line of the next one through it: see far_lines.py.
 
 import hashlib
 import os
-import pickle
 import platform
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from copy import copy
 from functools import cache
 from itertools import cycle
-from threading import Event
+from threading import Event, get_ident
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 
 from counterpoint.errors import CounterpointError, InputError, PeerTimeoutError, UnsupportedError
 from counterpoint.runtime.far_lines import PERIOD_S, FarLines
+from counterpoint.runtime.messages import decode, encode
 from counterpoint.runtime.ranks import describe_process
 from counterpoint.runtime.store import gather_by_store, refuse_by_store
 from counterpoint.runtime.symmetric_cpu import allocate_cpu
@@ -44,8 +45,9 @@ RING = 1024  # calls whose digests a line holds
 X86 = ("x86_64", "AMD64")
 MAX_REFUSALS = 1 << 20  # of one call
 # words of a line: calls made, the call that was refused and how often, 1 + the rank that is waited
-# for, whether there is a verdict, pages shown, pages of the others that were read, bytes of all
-CALLS, REFUSES, AWAITS, VERDICT, SHOWN, READ, SIZE, HEAD = range(8)
+# for, whether there is a verdict, pages shown, pages of the others that were read, bytes of all,
+# whether the rank has left the group, and twice the number of the forward whose backward it is in
+CALLS, REFUSES, AWAITS, VERDICT, SHOWN, READ, SIZE, LEFT, FORWARD, HEAD = range(10)
 NOTE_BYTES = 8 << 10  # of a verdict or a refusal, and of the facts of a call
 PAGE_BYTES = 256 << 10
 LINE_BYTES = 8 * (HEAD + RING)
@@ -55,6 +57,9 @@ MAX_FACTS = 4096  # calls that are known in words
 YIELDS = 20  # then sleep: ranks may outnumber cores
 SLEEP_S = 50e-6
 LOOK_EVERY_S = 0.02
+SAY_AFTER_S = 10.0  # who waits for whom; with a shorter bound at half of it
+DEAD_S = 1.0  # for which a GPU may still be at work that a rank which has died has posted
+GONE = "has left the group"
 RESTART = "; the group is unusable, restart its ranks"
 
 
@@ -85,10 +90,13 @@ class NoticeBoard:
     Args:
         group: whose ranks.
         device: "cpu" or "cuda": a group may have a board for each.
-        timeout_s: of every wait.
+        timeout_s: of every wait for a rank that is alive.
+        bound: whose that bound is, in words.
 
     Attributes:
         fault: what made the group unusable; None: nothing.
+        calling: the thread of this rank that is in a call; 0: none.
+        forward: twice the number of the forward call whose backward this rank is in; 0: of none.
         shared: ranks are on one host, an x86 one. Else only the next rank is looked at, from afar.
         alarms: words of the host that are not 0 once a kernel has found something wrong, and what
             says what it is. The last ones explain what those before them have found.
@@ -98,14 +106,16 @@ class NoticeBoard:
         OSError: a rank is out of memory.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: str, timeout_s: float) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: str, timeout_s: float, bound: str) -> None:
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
-        self.timeout_s = timeout_s
+        self.timeout_s, self.bound = timeout_s, bound
+        self.calling = 0
+        self.forward = 0
         self.names = [f"rank {r}" for r in range(self.ranks)]  # for errors
         self.fault: CounterpointError | None = None
         self.facts: dict[int, Facts] = {}
         self.alarms: list[tuple[NDArray[np.int64], Callable[[], CounterpointError | None]]] = []
-        self._by_store = gather_by_store(group, _place(device), timeout_s, self.names)
+        self._by_store = gather_by_store(group, _place(device), timeout_s, self.names, bound)
         memory: SymmetricMemory | None = None
         on_gpu = device == "cuda"
         # x86 keeps the order of stores; elsewhere a digest may be seen after the call's number
@@ -143,6 +153,7 @@ class NoticeBoard:
             (turn, *_) = self._by_store(time.time_ns())
             self._far = FarLines(group, f"{_place(device)}/{turn}", self.timeout_s)
             self._peers = [(self.rank + 1) % self.ranks]
+            self._far.beat(*self._copied)
         return [own if r == self.rank else other for r in range(self.ranks)]
 
     def note(self, digest: int) -> None:
@@ -157,12 +168,15 @@ class NoticeBoard:
         """
         if self.fault is not None:
             self.check()
+        if self.calling and self.calling != get_ident():
+            self._refuse_second_thread()
         for words, _ in self.alarms:
             if words[0]:
                 self.check()
+        self.calling = get_ident()
         mine = self._mine
         calls = self._calls = self._calls + 1
-        mine[HEAD + calls % RING] = digest
+        mine[HEAD + calls % RING] = digest ^ self.forward
         mine[CALLS] = calls  # x86 keeps the order of stores
         if not self.shared:
             return
@@ -183,7 +197,7 @@ class NoticeBoard:
         self._know(digest, facts)
         self._compares = True
         self._calls += 1
-        self._mine[HEAD + self._calls % RING] = digest | 1
+        self._mine[HEAD + self._calls % RING] = (digest ^ self.forward) | 1
         self._mine[CALLS] = self._calls
 
     def note_op(self, op: str) -> None:
@@ -230,11 +244,75 @@ class NoticeBoard:
                 self._far.tell(error)
         return copy(self.fault)
 
+    def end(self, error: BaseException | None, calls: int | None = None) -> None:
+        """Say that this rank is in no call any more.
+
+        One that an error of others has ended (an interrupt, a lack of memory, an error of torch's)
+        may have run in part: its peers would pair it with this rank's next call, and each later
+        call with another one.
+
+        Args:
+            error: what has ended it; None: it has run.
+            calls: how many had begun before it; None: as many as there are, but this one.
+        """
+        begun = self.calling if calls is None else self._calls != calls
+        self.calling = 0
+        if error is None or not begun or isinstance(error, CounterpointError):
+            return
+        if not getattr(error, "on_all_ranks", False) and self.fault is None:
+            op = self._facts_of(self.rank, self._mine[HEAD + self._calls % RING]).get("op")
+            text = f"{op or 'counterpoint'}: {self.names[self.rank]} has not ended this call"
+            why = f", {type(error).__name__} has ended it there{RESTART}"
+            self.fail(PeerTimeoutError(text + why, rank=self.rank, step="call"))
+
+    @contextmanager
+    def whole(self) -> Generator[None]:
+        """Around calls that this rank makes together or not at all: see `end`."""
+        calls = self._calls
+        try:
+            yield
+        except BaseException as error:
+            self.end(error, calls)
+            raise
+        self.end(None)
+
+    @property
+    def calls(self) -> int:
+        """How many calls this rank has begun; equal on all ranks in one call."""
+        return self._calls
+
+    @contextmanager
+    def backward_of(self, forward: int) -> Generator[None]:
+        """Around calls of a backward, which are compared as that of one forward call.
+
+        Ranks whose autograd runs backwards in another order would else pair gradients of others.
+
+        Args:
+            forward: its number, see `calls`.
+        """
+        before = self.forward
+        self.forward = self._mine[FORWARD] = forward << 1
+        try:
+            yield
+        finally:
+            self.forward = self._mine[FORWARD] = before
+
+    def _refuse_second_thread(self) -> None:
+        want = "called by one thread at a time, in one order on all ranks"
+        raise self.fail(InputError("counterpoint", "group", want=want, got=f"two threads{RESTART}"))
+
     def leave(self) -> None:
         """Say for the last time what this rank has called; it looks no more."""
         self.alarms.clear()
+        self._mine[LEFT] = 1
         if self._far is not None:
             self._far.leave(self._copied[0])
+
+    def end_in_copy(self, error: CounterpointError) -> None:
+        """Refuse all calls of this process, which is no rank, and leave shared memory alone."""
+        self.fault = error
+        self._far = None
+        self._mine = memoryview(bytearray(LINE_BYTES)).cast("q")
 
     def check(self) -> None:
         """Raise what made the group unusable, if anything did.
@@ -262,7 +340,7 @@ class NoticeBoard:
         except Refused as refused:  # a meeting hears of it by itself, and nothing has run then
             return None if compares or self._compares else refused.fault
         if found is None and (r := self.gone()) is not None:
-            op = self.facts.get(self._mine[HEAD + self._calls % RING] & ~1, {}).get("op")
+            op = self._facts_of(self.rank, self._mine[HEAD + self._calls % RING]).get("op")
             text = f"{op or 'counterpoint'}: {self.names[r]} did not come ({self.state(r)})"
             return PeerTimeoutError(text + RESTART, rank=r, step="call")
         return found
@@ -316,11 +394,19 @@ class NoticeBoard:
             raise Refused(_told(error, f"{error} (rank {r} has refused the call)"))
 
     def gone(self) -> int | None:
-        """A rank that has not made the call that this one is in, and never will: it is dead."""
+        """A rank that has not made the call that this one is in, and never will."""
         for r in self._peers:
-            if self._lines[r][CALLS] < self._calls and self.state(r).endswith("dead"):
+            if self._lines[r][CALLS] < self._calls and self.lost(r):
                 return r
         return None
+
+    def lost(self, r: int) -> bool:
+        """Whether a rank makes no more calls: it is dead, or has left the group."""
+        return self.state(r).endswith(("dead", GONE))
+
+    def died(self) -> bool:
+        """Whether a rank has died in the midst of its calls."""
+        return any(self.state(r).endswith("dead") for r in self._peers)
 
     def _different(self, r: int) -> CounterpointError | None:
         """What rank `r` has called that this rank has not, among the last calls.
@@ -359,9 +445,12 @@ class NoticeBoard:
         return bool(there & 1) and there != self._mine[HEAD + call % RING]
 
     def _disagreement(self, r: int, here: int, there: int) -> CounterpointError:
-        ours = self.facts.get(here & ~1, {})
-        theirs = self.facts.get(there & ~1) or _read(self._words[r]) or {}
-        if ours == theirs:  # one rank alone has forgotten that they were compared
+        ours = self._facts_of(self.rank, here)
+        theirs = self._facts_of(r, there) or _read(self._words[r]) or {}
+        of_ours, of_theirs = (self._lines[each][FORWARD] >> 1 for each in (self.rank, r))
+        if ours == theirs and of_ours != of_theirs:
+            ours, theirs = ({**ours, "backward": f"of call {of}"} for of in (of_ours, of_theirs))
+        elif ours == theirs:  # one rank alone has forgotten that they were compared
             ours, theirs = {"memory": "one of this call"}, {"memory": "none of this call"}
         (low, one), (high, other) = sorted(((self.rank, ours), (r, theirs)), key=lambda e: e[0])
         name, want, got = difference(one, other)
@@ -370,8 +459,14 @@ class NoticeBoard:
         fix = "the group is unusable, restart its ranks"
         return InputError(op, name, want=want, got=f"{got} on rank {high}", fix=fix)
 
+    def _facts_of(self, r: int, word: int) -> Facts:
+        """The facts of a call by what the line of rank `r` has of it; {}: they are not known."""
+        return self.facts.get((word & ~1) ^ self._lines[r][FORWARD], {})
+
     def state(self, r: int) -> str:
         """Whether the process of a rank lives, in words."""
+        if self._lines[r][LEFT]:
+            return f"it {GONE}"
         if self._far is not None:
             return self._far.state() if r in self._peers else "on another host, or island"
         return describe_process(self.pids[r])
@@ -387,15 +482,21 @@ class NoticeBoard:
             r = after
         return r
 
-    def holds_up(self) -> tuple[int, int] | None:
-        """A rank for which work on this rank's GPU may wait, and how many calls it has made.
+    def holds_up(self) -> tuple[int, int, float] | None:
+        """A rank for which work on this rank's GPU may wait.
 
-        One that is dead, or else one that has made fewer calls; None: there is none.
+        One that is dead, or else one that has made fewer calls.
+
+        Returns:
+            The rank, how many calls it has made, and how long the GPU may wait for it; None: there
+            is no such rank.
         """
-        dead = [r for r in self._peers if self.state(r).endswith("dead")]
-        behind = [r for r in self._peers if self._lines[r][CALLS] < self._calls]
-        for r in (*dead, *behind):
-            return r, self._lines[r][CALLS]
+        for r in self._peers:
+            if self.state(r).endswith("dead"):
+                return r, self._lines[r][CALLS], min(DEAD_S, self.timeout_s)
+        for r in self._peers:
+            if self._lines[r][CALLS] < self._calls:
+                return r, self._lines[r][CALLS], self.timeout_s
         return None
 
     def gather(self, value: T, awaited: Awaited) -> list[T]:
@@ -407,7 +508,7 @@ class NoticeBoard:
         """
         if not self.shared:
             return self._gather_by_store(value)
-        mine = np.frombuffer(pickle.dumps(value), np.uint8)
+        mine = np.frombuffer(encode(value), np.uint8)
         try:
             found = self.gather_bytes(mine, awaited, launched=False)
         except Refused as refused:
@@ -420,7 +521,7 @@ class NoticeBoard:
             raise refused.error from None
         finally:
             self._compares = False
-        return [pickle.loads(each.tobytes()) for each in found]
+        return [decode(each.tobytes()) for each in found]
 
     def _gather_by_store(self, value: T) -> list[T]:
         try:
@@ -444,7 +545,8 @@ class NoticeBoard:
             Refused: a rank has refused the call, of which nothing has run.
         """
         if not self.shared:
-            return self._gather_by_store(mine)
+            told = self._gather_by_store(mine.tobytes())
+            return [np.frombuffer(bytearray(each), np.uint8) for each in told]
         if self.fault is not None:  # who comes late must not find a page of those who gave up
             raise copy(self.fault)
         line, sizes = self._mine, [len(mine)] * self.ranks
@@ -569,9 +671,9 @@ class Late:
         gone = board.gone()
         culprit = board.culprit(r) if gone is None else gone
         state = board.state(culprit)
-        if state.endswith("dead") or waited_s >= board.timeout_s:
+        if gone is not None or state.endswith("dead") or waited_s >= board.timeout_s:
             raise board.fail(self._too_late(r, culprit, state, waited_s))
-        if waited_s > board.timeout_s / 2 and not self._said:
+        if waited_s > min(SAY_AFTER_S, board.timeout_s / 2) and not self._said:
             self._said = True
             text = f"{self._awaited.op}: rank {board.rank} waits for rank {culprit} ({state})"
             text += f" since {waited_s:.1f} s, and gives up after {board.timeout_s:g} s"
@@ -583,7 +685,7 @@ class Late:
         why = "" if culprit == r else f"{names[culprit]} holds it up, "
         return PeerTimeoutError(
             f"{op}: {names[r]} did not {deed} within {waited_s:.2f} s ({why}{state}); the group is "
-            "unusable, restart its ranks (COUNTERPOINT_TIMEOUT_S is the bound)",
+            f"unusable, restart its ranks ({self._board.bound} is the bound)",
             rank=culprit,
             step=step,
         )
@@ -597,24 +699,24 @@ class HeldUp:
 
     def __init__(self, board: NoticeBoard) -> None:
         self._board = board
-        self._by: tuple[int, int] | None = None
+        self._by: tuple[int, int, float] | None = None
         self._since_s = 0.0
 
     def look(self) -> None:
         """To be called again and again while the GPU is not done.
 
         Raises:
-            PeerTimeoutError: a rank has held it up for longer than the bound of every wait: it is
-                dead, or it has made fewer calls and none since.
+            PeerTimeoutError: a rank has held it up: it is dead, or it has made fewer calls, and
+                none for as long as the bound of every wait.
         """
         board, by, now_s = self._board, self._board.holds_up(), time.monotonic()
         if by is None or by != self._by:
             self._by, self._since_s = by, now_s
-        elif now_s - self._since_s > board.timeout_s:
+        elif now_s - self._since_s > by[2]:
             raise board.fail(PeerTimeoutError(
                 f"counterpoint: {board.names[by[0]]} did not make its calls within "
-                f"{board.timeout_s:g} s, and the GPU is not done ({board.state(by[0])}); the group "
-                "is unusable, restart its ranks (COUNTERPOINT_TIMEOUT_S is the bound)",
+                f"{by[2]:g} s, and the GPU is not done ({board.state(by[0])}); the group is "
+                f"unusable, restart its ranks ({board.bound} is the bound)",
                 rank=by[0],
                 step="check",
             ))  # fmt: skip
@@ -661,14 +763,14 @@ def _told(error: CounterpointError, text: str) -> CounterpointError:
 
 
 def _write(place: Bytes, value: object) -> None:
-    """Pickle a value into a place of a line; one that is too long is cut."""
-    blob = pickle.dumps(value)
+    """Put a value into a place of a line; one that is too long is cut."""
+    blob = encode(value)
     if len(blob) > len(place) - 8:
         if isinstance(value, CounterpointError):
-            blob = pickle.dumps(_told(value, f"{str(value)[:1000]}..."))
+            blob = encode(_told(value, f"{str(value)[:1000]}..."))
         else:
             assert isinstance(value, dict)
-            blob = pickle.dumps({"op": value.get("op", "")})  # pyright: ignore
+            blob = encode({"op": value.get("op", "")})  # pyright: ignore
     place[:8].view(np.int64)[0] = len(blob)
     place[8 : 8 + len(blob)] = np.frombuffer(blob, np.uint8)
 
@@ -678,7 +780,7 @@ def _read(place: Bytes) -> Any:
     for _ in range(3):
         size = int(place[:8].view(np.int64)[0])
         try:
-            return pickle.loads(place[8 : 8 + size].tobytes()) if size else None
-        except Exception:  # whatever pickle makes of half of one value and half of another
+            return decode(place[8 : 8 + size].tobytes()) if size else None
+        except ValueError:  # half of one value and half of another
             time.sleep(1e-3)
     return None

@@ -159,6 +159,7 @@ class PeerKernel:
         ranks = range(len(bases))
         if device.type == "cuda":
             lanes = lanes_of(workspace)
+            lanes.stops(state[2:])
             fault, tag = lanes.fault, lanes.register(OP, "fused", ((self.name, tuple(ranks)),))
             torch.cuda.synchronize(device)
         else:
@@ -214,9 +215,14 @@ class PeerKernel:
         if launch is None:
             self._check(work, arguments)
         what = "programs" if grid.each else "items"
-        workspace.board.note_op(f"{OP} {self.name} of {work} {what}")
-        if launch is None:
-            launch = self._launches[kind] = self._compiled(grid, arguments)
+        with workspace.board.whole():
+            workspace.board.note_op(f"{OP} {self.name} of {work} {what}")
+            if launch is None:
+                launch = self._launches[kind] = self._compiled(grid, arguments)
+            self._launch(launch, arguments)
+
+    def _launch(self, launch: Launch, arguments: Mapping[str, Any]) -> None:
+        workspace = self._workspace
         tensors = [value for value in arguments.values() if isinstance(value, Tensor)]
         if self._device.type == "cuda":
             lanes = lanes_of(workspace)
@@ -251,7 +257,7 @@ class PeerKernel:
             launch.compile(*given.values())
         except UnsupportedError as error:
             if not first:
-                raise
+                raise self._workspace.board.fail(error) from None
             problem = str(error)
         # a rank that still compiles is late for all, and one that cannot must not be waited for
         if first and (problems := [p for p in self._workspace.gather(problem) if p]):

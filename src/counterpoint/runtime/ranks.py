@@ -358,6 +358,17 @@ def gather_object(value: T, group: dist.ProcessGroup) -> list[T]:
     return values
 
 
+def timeout_of(group: dist.ProcessGroup, device: torch.device) -> float:
+    """The timeout of a process group in seconds; torch's default where it does not say."""
+    # private, as torch has no public way to it; only used here
+    try:
+        options: Any = group._get_backend(device).options  # pyright: ignore[reportPrivateUsage]
+        found: timedelta = options._timeout
+    except (AttributeError, RuntimeError):
+        found = dist.default_pg_timeout
+    return found.total_seconds()
+
+
 def group_of(name: str) -> dist.ProcessGroup:
     """Find the process group of this name.
 

@@ -4,7 +4,7 @@ Slow, but it needs neither shared memory nor a collective that cannot say who is
 wait is bounded, and names who has not come. Also the way between hosts.
 """
 
-import pickle
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -16,9 +16,11 @@ import torch
 import torch.distributed as dist
 
 from counterpoint.errors import CounterpointError, PeerTimeoutError, UnsupportedError
+from counterpoint.runtime.messages import decode, encode
 
 POLL_S = 2e-3
 ANSWER_S = 1.5  # a store that takes longer is cut off
+SAY_AFTER_S = 10.0  # of a wait: who waits for whom; with a shorter bound at half of it
 REFUSED = "refused"  # behind the name of a meeting: why a rank does not come to it
 T = TypeVar("T")
 
@@ -61,15 +63,17 @@ def answer_of(call: Callable[..., T], *args: Any, within_s: float) -> T:
 
 
 def gather_by_store(
-    group: dist.ProcessGroup, name: str, timeout_s: float, names: Sequence[str] = ()
-) -> Callable[..., list[Any]]:
-    """A function that all-gathers a picklable value, each time it is called, by all ranks alike.
+    group: dist.ProcessGroup, name: str, timeout_s: float, names: Sequence[str] = (),
+    bound: str = "COUNTERPOINT_TIMEOUT_S",
+) -> Callable[..., list[Any]]:  # fmt: skip
+    """A function that all-gathers a value of a message, each time it is called, by all ranks alike.
 
     Args:
         group: whose ranks.
         name: of keys; a group may have several.
         timeout_s: of each wait.
         names: of ranks, for errors: as they are then; their numbers where there are none.
+        bound: whose that timeout is, in words.
 
     Returns:
         Its second argument may be a function that raises where nobody will come any more.
@@ -92,33 +96,72 @@ def gather_by_store(
         nonlocal count
         count += 1
         keys = [f"{name}/{turn}/{count}/{r}" for r in range(ranks)]
-        deadline_s, awaited = time.monotonic() + timeout_s, rank
+        awaited, waits = rank, _Wait(called, rank, timeout_s, bound)
 
         def answer(call: Callable[..., Any], *args: Any) -> Any:
-            return answer_of(call, *args, within_s=max(deadline_s - time.monotonic(), ANSWER_S))
+            return answer_of(call, *args, within_s=max(waits.left_s(), ANSWER_S))
 
         try:
-            answer(store.set, keys[rank], pickle.dumps(value))
+            answer(store.set, keys[rank], encode(value))
             for r, key in enumerate(keys):
                 awaited = r
                 while not answer(store.check, [key]):
                     check()
                     if count == 1 and answer(store.check, [f"{name}/{turn}/{REFUSED}"]):
-                        raise pickle.loads(answer(store.get, f"{name}/{turn}/{REFUSED}"))
-                    if time.monotonic() > deadline_s:
+                        raise decode(answer(store.get, f"{name}/{turn}/{REFUSED}"))
+                    if waits.left_s() < 0:
                         missing = [r for r in range(ranks) if not answer(store.check, [keys[r]])]
-                        if missing:  # else the last one has just come
-                            raise _late(missing, timeout_s, [called[r] for r in missing])
+                        waits.end(missing)
+                    waits.say(r)
                     time.sleep(POLL_S)
             awaited = rank
             if count > 1:  # all have come to this one, so all have read the one before
                 answer(store.delete_key, f"{name}/{turn}/{count - 1}/{rank}")
-            return [pickle.loads(answer(store.get, key)) for key in keys]
-        except RuntimeError as error:
+            return [decode(answer(store.get, key)) for key in keys]
+        except (RuntimeError, ValueError) as error:
             waited = f" while waiting for {called[awaited]}" if awaited != rank else ""
             raise _gone(f"{error}{waited}") from error
 
     return gather
+
+
+class _Wait:
+    """The time of one meeting.
+
+    Args:
+        names: of ranks.
+        rank: this one.
+        timeout_s, bound: see `gather_by_store`.
+    """
+
+    def __init__(self, names: Sequence[str], rank: int, timeout_s: float, bound: str) -> None:
+        self._names, self._rank, self._timeout_s, self._bound = names, rank, timeout_s, bound
+        self._start_s, self._said = time.monotonic(), False
+
+    def left_s(self) -> float:
+        """What is left of it."""
+        return self._start_s + self._timeout_s - time.monotonic()
+
+    def say(self, r: int) -> None:
+        """Say once on stderr, after a while, who waits for rank `r`."""
+        waited_s = self._timeout_s - self.left_s()
+        if waited_s > min(SAY_AFTER_S, self._timeout_s / 2) and not self._said:
+            self._said = True
+            text = f"{self._names[self._rank]} waits for {self._names[r]} at a meeting of the group"
+            text += f" since {waited_s:.1f} s, and gives up after {self._timeout_s:g} s"
+            print(f"counterpoint: {text}", file=sys.stderr, flush=True)
+
+    def end(self, missing: Sequence[int]) -> None:
+        """Raise, unless the last of those that are missing has just come."""
+        if missing:
+            names = ", ".join(self._names[r] for r in missing)
+            raise PeerTimeoutError(
+                f"counterpoint: {names} did not come to a meeting of the group within "
+                f"{self._timeout_s:g} s; the group is unusable, restart its ranks ({self._bound} "
+                "is the bound)",
+                rank=missing[0],
+                step="workspace",
+            )
 
 
 def refuse_by_store(group: dist.ProcessGroup, name: str, error: CounterpointError) -> None:
@@ -133,7 +176,7 @@ def refuse_by_store(group: dist.ProcessGroup, name: str, error: CounterpointErro
     def tell() -> None:
         store = store_of(group)
         turn = _turn(store, name, rank)
-        store.set(f"{name}/{turn}/{REFUSED}", pickle.dumps(error))
+        store.set(f"{name}/{turn}/{REFUSED}", encode(error))
 
     with suppress(RuntimeError, UnsupportedError):  # the store is gone, and the others hear of that
         answer_of(tell, within_s=ANSWER_S)
@@ -146,16 +189,6 @@ def _turn(store: Any, name: str, rank: int) -> int:
 
 def _alone(value: Any, check: object = None) -> list[Any]:
     return [value]
-
-
-def _late(missing: Sequence[int], timeout_s: float, names: Sequence[str]) -> PeerTimeoutError:
-    return PeerTimeoutError(
-        f"counterpoint: {', '.join(names)} did not come to a meeting of the group within "
-        f"{timeout_s:g} s; the group is unusable, restart its ranks (COUNTERPOINT_TIMEOUT_S is the "
-        "bound)",
-        rank=missing[0],
-        step="workspace",
-    )
 
 
 def _gone(why: str) -> PeerTimeoutError:

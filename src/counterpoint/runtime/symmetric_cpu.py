@@ -8,8 +8,7 @@ file system: nothing is left behind however a rank ends, and Docker's 64 MB limi
 import errno
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,8 +19,7 @@ from counterpoint.runtime.islands import host, name_of_mine
 from counterpoint.runtime.symmetric_memory import NOT_HERE, SymmetricMemory, check_sizes
 
 
-@dataclass(frozen=True)
-class _Offer:
+class _Offer(NamedTuple):
     """What a rank tells its peers of its buffer; errno and problem if it has none."""
 
     num_bytes: int
@@ -45,7 +43,7 @@ def allocate_cpu(
     offer = _make_offer(num_bytes, len(mates))
     try:
         # no rank leaves early before the exchange, or its peers would wait for it there
-        offers = gather(offer)
+        offers = [_Offer(*each) for each in gather(offer)]
         _check(offers, mates)
 
         buffers = [NOT_HERE] * len(offers)
@@ -78,7 +76,7 @@ def _make_offer(num_bytes: int, world_size: int) -> _Offer:
     offer = _Offer(num_bytes, os.getpid())
     fd = -1
     try:
-        offer = replace(offer, place=f"{name_of_mine()} on {host()}")
+        offer = offer._replace(place=f"{name_of_mine()} on {host()}")
         # a memfd has no limit but the host's memory, past which the kernel kills a process
         available_bytes = _available_bytes()
         if num_bytes * world_size > available_bytes:
@@ -91,8 +89,8 @@ def _make_offer(num_bytes: int, world_size: int) -> _Offer:
     except OSError as error:
         if fd >= 0:
             os.close(fd)
-        return replace(offer, errno=error.errno or 0, problem=str(error))
-    return replace(offer, fd=fd)
+        return offer._replace(errno=error.errno or 0, problem=str(error))
+    return offer._replace(fd=fd)
 
 
 def _check(offers: list[_Offer], mates: range) -> None:

@@ -14,6 +14,7 @@ of the user's comes between; on CPU ranks gloo's.
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Protocol, cast
 from uuid import uuid4
@@ -23,9 +24,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from counterpoint.errors import CounterpointError, PeerTimeoutError
+from counterpoint.errors import CounterpointError, InputError, PeerTimeoutError
 from counterpoint.runtime.lanes_cuda import lanes_of
-from counterpoint.runtime.notice_board import LOOK_EVERY_S, Awaited, Late
+from counterpoint.runtime.notice_board import DEAD_S, LOOK_EVERY_S, Awaited, Late
 from counterpoint.runtime.store import store_of
 from counterpoint.runtime.workspace import Workspace
 
@@ -83,9 +84,10 @@ class Nccl:
 
     def end(self) -> None:
         """End what does not end by itself, and let no workspace find its communicator again."""
-        _, kept = _kept.get(self._workspace.group, ("", None))
-        if kept is self.communicator:
-            del _kept[self._workspace.group]
+        with suppress(InputError):  # the group is gone, and what was kept for it
+            _, kept = _kept.get(self._workspace.group, ("", None))
+            if kept is self.communicator:
+                del _kept[self._workspace.group]
         self.communicator.abort()
 
     def _connect(self) -> None:
@@ -120,6 +122,8 @@ class Nccl:
             self._under_way, self._since_s = number, now_s
             return None
         timeout_s = self._workspace.timeout_s
+        if self._workspace.board.died():
+            timeout_s = min(timeout_s, DEAD_S)
         if now_s - self._since_s <= timeout_s:
             return None
         (op, _, step), *others = list(self._known)[known]
@@ -197,7 +201,7 @@ def not_exchanged(
     names = " or ".join(workspace.islands.named(rank) for rank in sorted({*ranks}))
     return PeerTimeoutError(
         f"{op}: {names} did not take part in exchange {step!r}: {why}; the group is unusable, "
-        "restart its ranks (COUNTERPOINT_TIMEOUT_S is the bound)",
+        f"restart its ranks ({workspace.board.bound} is the bound)",
         rank=ranks[0],
         step=step,
     )

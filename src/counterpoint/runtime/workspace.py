@@ -8,7 +8,9 @@ outgrown, after all ranks have left it.
 
 import atexit
 import os
+import weakref
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 from copy import copy
 from typing import Any, TypeVar
 
@@ -23,6 +25,7 @@ from counterpoint.plan.steps import OWN_PROTOCOL, Buffer, Plan
 from counterpoint.problem import Problem
 from counterpoint.runtime.islands import islands_of, name_of_mine
 from counterpoint.runtime.notice_board import Awaited, NoticeBoard
+from counterpoint.runtime.ranks import group_of, timeout_of
 from counterpoint.runtime.symmetric import SymmetricMemory, allocate
 
 NUM_SLOTS = 4096  # words of a signal pad
@@ -30,7 +33,7 @@ MAX_CODE = 1024  # compiled programs that a workspace remembers
 MAX_KNOWN = 8 * MAX_CODE  # ways in which tensors of their calls lie
 ALIGN_BYTES = 256
 GRANULE_BYTES = 2 << 20
-DEFAULT_TIMEOUT_S = 30.0
+BOUND = "COUNTERPOINT_TIMEOUT_S"
 LEAST_TIMEOUT_S, MOST_TIMEOUT_S = 1e-3, 10**6  # more than a week is none
 
 T = TypeVar("T")
@@ -41,21 +44,25 @@ Operands = dict[str, Tensor]
 Place = Callable[[Operands], Tensor]  # a box as a tensor, when the operands are known
 
 
-def default_timeout_s() -> float:
-    """Bound of every wait on a peer: COUNTERPOINT_TIMEOUT_S, else 30 seconds.
+def bound_of(group: dist.ProcessGroup, device: torch.device) -> tuple[float, str]:
+    """Bound in seconds of every wait for a rank that is alive, and whose it is, in words.
+
+    COUNTERPOINT_TIMEOUT_S where it is set, else the timeout of the process group.
 
     Raises:
         InputError: the variable is not a number above 0, or more than MOST_TIMEOUT_S.
     """
-    text = os.environ.get("COUNTERPOINT_TIMEOUT_S", str(DEFAULT_TIMEOUT_S))
+    text = os.environ.get(BOUND)
+    if text is None:
+        return timeout_of(group, device), "the timeout of its process group"
     try:
         seconds = float(text)
     except ValueError:
         seconds = 0.0
     if not LEAST_TIMEOUT_S <= seconds <= MOST_TIMEOUT_S:
         want = f"seconds from {LEAST_TIMEOUT_S:g} to {MOST_TIMEOUT_S}"
-        raise InputError("environment", "COUNTERPOINT_TIMEOUT_S", want=want, got=text)
-    return seconds
+        raise InputError("environment", BOUND, want=want, got=text)
+    return seconds, BOUND
 
 
 class Workspace:
@@ -68,10 +75,11 @@ class Workspace:
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self.group = group
+        self._group = weakref.ref(group)  # it ends when torch destroys it, and with it this
+        self.group_id = id(group)
         self.device = device
         self.rank = dist.get_rank(group)
-        self.board = NoticeBoard(group, device.type, default_timeout_s())
+        self.board = NoticeBoard(group, device.type, *bound_of(group, device))
         self.islands = islands_of(self.gather(name_of_mine()), self.rank)
         self.board.names[:] = [self.islands.named(r) for r in range(self.board.ranks)]
         self._pads: SymmetricMemory | None = None
@@ -89,6 +97,18 @@ class Workspace:
         self.knowledge: Any = None  # what the choosers keep here: equal on all ranks
         self.kernels_refused: str | None = None  # see device_limits.refused_in
         self._kept: list[object] = []
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """Whose memory this is.
+
+        Raises:
+            InputError: it has been destroyed.
+        """
+        group = self._group()
+        if group is None:
+            raise InputError("counterpoint", "group", want="alive", got="destroyed")
+        return group
 
     @property
     def fault(self) -> CounterpointError | None:
@@ -361,10 +381,19 @@ workspaces: dict[tuple[str, torch.device], Workspace] = {}
 
 
 def workspace_of(group: dist.ProcessGroup, device: torch.device) -> Workspace:
-    """The one workspace of `group` on `device`; collective at its first call."""
+    """The one workspace of `group` on `device`; collective at its first call.
+
+    Raises:
+        UnsupportedError: this process is a copy of the rank: of a loader's worker, say.
+    """
     found = workspace_if_any(group, device)
     if found is None:
+        _refuse_copies()
+        for other in [*workspaces.values()]:
+            if not _is_registered(other):  # its group was destroyed, and something still holds it
+                forget(other)
         found = workspaces[group.group_name, device] = Workspace(group, device)
+        weakref.finalize(group, _forget_destroyed, weakref.ref(found)).atexit = False
     return found
 
 
@@ -372,7 +401,50 @@ def workspace_if_any(group: dist.ProcessGroup, device: torch.device) -> Workspac
     """The workspace of `group` on `device`, where it has one by now."""
     found = workspaces.get((group.group_name, device))
     # a group that was destroyed and made again has the same name, and none of the old memory
-    return found if found is not None and found.group is group else None
+    return found if found is not None and found.group_id == id(group) else None
+
+
+def _is_registered(workspace: Workspace) -> bool:
+    """Whether torch still knows the group of a workspace."""
+    group = workspace._group()  # pyright: ignore[reportPrivateUsage]
+    with suppress(InputError):
+        return group is not None and group_of(group.group_name) is group
+    return False
+
+
+def _forget_destroyed(found: "weakref.ref[Workspace]") -> None:
+    """Free what a group had that is no more; its peers are told that this rank has left."""
+    workspace = found()
+    if workspace is not None:
+        if workspace.device.type == "cuda":
+            with suppress(RuntimeError):  # of a GPU that is in no state for it
+                torch.cuda.synchronize(workspace.device)
+        forget(workspace)
+
+
+def _refuse_copies() -> None:
+    """Raise in a process that was copied from a rank: it has the rank's sockets and memory."""
+    if _copied and dist.is_initialized() and dist.group.WORLD is _copied[0]:
+        raise UnsupportedError(COPY)
+
+
+COPY = (
+    "counterpoint: this process is a copy (a fork) of a rank, as a loader's worker is, and no rank "
+    "of the group: call operators in the rank itself, or start workers by spawn"
+)
+_copied: list[object] = []  # in a copy: the default group of the rank that it was copied from
+
+
+def _in_copy() -> None:
+    """Let a copy of a rank change nothing that the rank shares with its peers."""
+    if not dist.is_available() or not dist.is_initialized():
+        return
+    _copied[:] = [dist.group.WORLD]
+    for workspace in workspaces.values():
+        workspace.board.end_in_copy(UnsupportedError(COPY))
+
+
+os.register_at_fork(after_in_child=_in_copy)
 
 
 def refuse_capture(got: str) -> None:
@@ -401,4 +473,4 @@ def forget(workspace: Workspace) -> None:
 
 def workspaces_of(group: dist.ProcessGroup | None) -> list[Workspace]:
     """The workspaces that `group` has in this process."""
-    return [w for w in workspaces.values() if w.group is group]
+    return [w for w in workspaces.values() if w.group_id == id(group)]
