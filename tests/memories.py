@@ -40,7 +40,7 @@ def memories(ranks: int, num_bytes: int) -> list[Any]:
     made = [
         SimpleNamespace(
             **shared(rank), kept=kept, workspace=workspace(rank),
-            state=torch.zeros(3, dtype=torch.int32), fault=torch.zeros(1, dtype=torch.int64),
+            state=torch.zeros(6, dtype=torch.int32), fault=torch.zeros(1, dtype=torch.int64),
             over=torch.zeros(1, dtype=torch.int64), launches={},
         )
         for rank in range(ranks)

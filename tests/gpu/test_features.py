@@ -98,7 +98,7 @@ def _copy(target: torch.Tensor, source: torch.Tensor, width: int, height: int) -
 def test_kernels_are_compiled_once_and_launched_directly(gpus):
     """`warmup` and `compiled[grid]` of Triton, which take what `kernel[grid]` takes."""
     word = torch.zeros(1, dtype=torch.int64, device=gpus)
-    epoch = torch.tensor([4, 0], dtype=torch.int32, device=gpus)
+    epoch = torch.tensor([4, 0, 0, 0], dtype=torch.int32, device=gpus)
     fault = torch.zeros(1, dtype=torch.int64).pin_memory()
     pad = torch.zeros(4, dtype=torch.int32, device=gpus)
     word.fill_(pad.data_ptr() + 8)

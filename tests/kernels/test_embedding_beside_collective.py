@@ -70,7 +70,7 @@ def errors_of(rank: int, world: int, seeds: range, resident: bool) -> list[str]:
             bags = [random_bags(d, p.m, seed=seed + r, longest=3) for r, d in enumerate(p.tables)]
             ys = [guarded(p.rows[r] * p.n, torch.nan) for r in range(2)]
             words = [torch.zeros(SLOTS, dtype=torch.int32) for _ in range(2)]
-            stop = [torch.zeros(1, dtype=torch.int32) for _ in range(2)]
+            stop = [torch.zeros(4, dtype=torch.int32) for _ in range(2)]
 
             def pools(r: int, each: Any = each, bags: Any = bags, ys: Any = ys) -> None:
                 site = Site(bind(plan, r).steps[0], places_of(each[r], plan), 0)

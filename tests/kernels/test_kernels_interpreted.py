@@ -72,7 +72,7 @@ def meet(rank: int, world_size: int, first_epoch: int) -> list[int]:
     pads = allocate(4 * 64, world(), "cpu")
     data = allocate(8 * world_size, world(), "cpu")
     pads.local().view(torch.int32).fill_(first_epoch)
-    epoch = torch.tensor([first_epoch, 0], dtype=torch.int32)
+    epoch = torch.tensor([first_epoch, 0, 0, 0], dtype=torch.int32)
     dist.barrier()
     others = [peer for peer in range(world_size) if peer != rank]
     # slot r is what rank r posts; a second row of slots for the second barrier of a turn
@@ -110,7 +110,7 @@ def test_epochs_wrap(pool: RankPool, first_epoch: int):
 def look_at_one_word(rank: int, world_size: int) -> list[int]:
     """What a post writes, and where: lanes beyond the number of posts write nothing."""
     pad = torch.full((LANES,), 7, dtype=torch.int32)
-    epoch = torch.tensor([41, 0], dtype=torch.int32)
+    epoch = torch.tensor([41, 0, 0, 0], dtype=torch.int32)
     signal([pad.data_ptr() + 4 * i for i in (0, 2)], [], epoch, advance=True)
     # a wait for less than what is there returns
     signal([], [pad.data_ptr()], epoch, advance=False)

@@ -50,12 +50,12 @@ def off(rank: int, world: int, ranks: int, seeds: range, fault: bool) -> list[in
             memory = [torch.zeros(2 * ranks * (WIDTH + 1)) for _ in range(ranks)]
             bases = torch.tensor([m.data_ptr() for m in memory])
             xs, ys = torch.randn(4, ranks, WIDTH), torch.full((4, ranks, ranks, WIDTH), torch.nan)
-            words = torch.zeros(ranks, 4, dtype=torch.int32)
+            words = torch.zeros(ranks, 8, dtype=torch.int32)
 
             def run(r: int, bases: Any = bases, xs: Any = xs, ys: Any = ys, words: Any = words):
                 for x, y in zip(xs, ys, strict=True):
                     exchange_kernel[(1,)](
-                        x[r], y[r], bases, words[r], words[r, 1:], r, ranks, WIDTH
+                        x[r], y[r], bases, words[r], words[r, 2:], r, ranks, WIDTH
                     )  # type: ignore[reportArgumentType]
 
             Interleaved(seed).run([lambda r=r: run(r) for r in range(ranks)])

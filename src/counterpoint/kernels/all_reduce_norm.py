@@ -64,7 +64,7 @@ def all_reduce_norm_kernel(
     h_ptr,  # [M, N]
     scales_ptr,  # [M] fp32, of one BY_ROW
     words_ptr,  # [WORLD] int64: where each rank's words begin
-    state_ptr,  # [3] int32: epoch, programs that have ended, whether a wait has given up
+    state_ptr,  # [6] int32: epoch, programs that have ended, whether a wait has given up
     fault_ptr,  # [1] int64, pinned host memory: 1 + tag, and above it the bits of the late ranks
     M,
     N,

@@ -104,7 +104,7 @@ def all_to_all_matmul_kernel(
     index_ptr,  # [limit] int32, of tokens: which received row each row by expert is
     rows_ptr,  # [WORLD] int64: where each rank's received rows begin
     flags_ptr,  # [WORLD] int64: likewise its flags
-    state_ptr,  # [3] int32: epoch, programs that have ended, whether a wait has given up
+    state_ptr,  # [6] int32: epoch, programs that have ended, whether a wait has given up
     fault_ptr,  # [1] int64, pinned host memory: 1 + tag, and above it the bits of the late ranks
     T,  # rows that are sent at most
     N,

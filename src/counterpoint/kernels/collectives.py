@@ -40,7 +40,7 @@ def collective_kernel(
     source_ptr,  # int32: [WORLD * part] if it is scattered, else [part]
     target_ptr,  # int32: [WORLD * part] if it is gathered, else [part]
     words_ptr,  # [WORLD] int64: where each rank's words begin
-    state_ptr,  # [3] int32: epoch, programs that have ended, whether a wait has given up
+    state_ptr,  # [6] int32: epoch, programs that have ended, whether a wait has given up
     fault_ptr,  # [1] int64, pinned host memory: 1 + tag, and above it the bits of the late ranks
     part,  # words that each rank owns
     half_bytes,  # of the memory: where the half of odd epochs begins

@@ -101,7 +101,7 @@ def embedding_all_to_all_kernel(
     starts_ptr,  # [WORLD + 1] int32: the first bag of each rank
     outs_ptr,  # [WORLD] int64: where each rank's outputs begin
     flags_ptr,  # [WORLD] int64: likewise its flags, of each rank
-    state_ptr,  # [3] int32: epoch, programs that have ended, whether a wait has given up
+    state_ptr,  # [6] int32: epoch, programs that have ended, whether a wait has given up
     fault_ptr,  # [1] int64, pinned host memory: 1 + tag, and above it the bits of the late ranks
     num_bags,
     num_indices,
@@ -222,7 +222,7 @@ def lookup_kernel(
 def copy_out_kernel(
     target_ptr,  # [count]
     outs_ptr,  # [ranks] int64: where each rank's outputs begin
-    state_ptr,  # [3] int32: epoch of the call that has just ended
+    state_ptr,  # [6] int32: epoch of the call that has just ended
     count,
     half,  # where the second turn begins, in 16 bytes
     rank,

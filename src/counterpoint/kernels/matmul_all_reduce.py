@@ -105,7 +105,7 @@ def matmul_all_reduce_kernel(
     bias_ptr,  # [N]
     y_ptr,  # [M, N]; what is scattered: M rows of each owner, x has those of all
     words_ptr,  # [WORLD] int64: where each rank's words begin
-    state_ptr,  # [3] int32: epoch, programs that have ended, whether a wait has given up
+    state_ptr,  # [6] int32: epoch, programs that have ended, whether a wait has given up
     fault_ptr,  # [1] int64, pinned host memory: 1 + tag, and above it the bits of the late ranks
     M,
     N,

@@ -40,7 +40,7 @@ def matmul_all_to_all_kernel(
     routes_ptr,  # see routes.py
     rows_ptr,  # [WORLD] int64: where each rank's received rows begin
     flags_ptr,  # [WORLD] int64: likewise its flags
-    state_ptr,  # [3] int32: epoch, programs that have ended, whether a wait has given up
+    state_ptr,  # [6] int32: epoch, programs that have ended, whether a wait has given up
     R,
     N,
     K,
@@ -207,7 +207,7 @@ def arrival_kernel(
 @triton.jit(do_not_specialize=["tokens", "count", "limit", "room", "rank", "clear", "spoils"])
 def collect_kernel(
     rows_ptr,  # [WORLD] int64: where each rank's received rows begin
-    state_ptr,  # [3] int32: the epoch of the call, which has been counted
+    state_ptr,  # [6] int32: the epoch of the call, which has been counted
     routes_ptr,  # see routes.py
     index_ptr,  # [tokens, TOP] which rows make a token; TOP 0: row i is token i
     weights_ptr,  # [tokens, TOP]; not of SOME

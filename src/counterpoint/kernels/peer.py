@@ -89,8 +89,23 @@ def post(flag_ptrs, epoch, mask=None):
 
 
 @triton.jit
+def ended_by_host(address_ptr):
+    """Whether the host has ended all waits of this rank, as another one has died.
+
+    Args:
+        address_ptr: two words of int32, together the address of an int32 of the host; 0: of none.
+    """
+    address = tl.load(address_ptr.to(tl.pointer_type(tl.int64), bitcast=True))
+    ended = tl.full((), 0, tl.int32)
+    if address != 0:
+        ended = tl.load(address.to(tl.pointer_type(tl.int32)), volatile=True)
+    return ended != 0
+
+
+@triton.jit
 def expired(stop_ptr, start_ns, timeout_ns, spins):
-    """Whether to stop waiting: the time is up, or another wait of this rank has found it to be.
+    """Whether to stop waiting: the time is up, another wait of this rank has found it to be, or the
+    host has ended all.
 
     The same answer for all threads, by an atomic of one of them and not by the clock, which each
     reads for itself; looked at now and then only.
@@ -100,7 +115,8 @@ def expired(stop_ptr, start_ns, timeout_ns, spins):
     """
     stop = spins < 0
     if spins == LOOK_EVERY - 1:
-        late = (now_ns() - start_ns > timeout_ns).to(tl.int32)
+        late = now_ns() - start_ns > timeout_ns
+        late = (late | ended_by_host(stop_ptr + 2)).to(tl.int32)
         stop = tl.atomic_or(stop_ptr, late, sem="relaxed", scope="gpu") > 0
     return stop
 
@@ -116,7 +132,7 @@ def wait(flag_ptrs, epoch, stop_ptr, timeout_ns, mask=None):
         flag_ptrs: tensor of pointers to int32, in own memory; for one flag a tensor of one.
         epoch: int32.
         stop_ptr: int32 of this rank, 0 at first; the first wait that gives up sets it to 1, and
-            with it none waits any more.
+            with it none waits any more. It is the third word of a kernel's state, see `PeerKernel`.
         timeout_ns: int64, how long to wait.
         mask: of `flag_ptrs`; None: all of them.
 
@@ -261,7 +277,8 @@ def end_of_call(late, ranks, programs, state_ptr, fault_ptr, tag):
 
     Args:
         late: [ranks] int32, not 0 for those that this program has waited for in vain.
-        state_ptr: [3] int32: epoch, programs that have ended, and whether a wait has given up.
+        state_ptr: [6] int32: epoch, programs that have ended, whether a wait has given up, and
+            behind a word that is unused the address of the word by which the host ends waits.
         fault_ptr: [1] int64 of the host: 1 + `tag`, and above it the bits of the late ranks.
     """
     # the first block that has waited in vain says for whom; what others miss then follows from it

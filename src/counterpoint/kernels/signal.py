@@ -15,6 +15,9 @@ import triton
 import triton.language as tl
 
 from counterpoint.kernels.clock import now_ns
+from counterpoint.kernels.peer import ended_by_host
+
+LOOK_EVERY = tl.constexpr(64)  # turns of a wait: the host's word is far away
 
 
 @triton.jit(do_not_specialize=["num_posts", "num_waits", "step", "timeout_ns"])
@@ -23,7 +26,7 @@ def signal_kernel(
     num_posts,
     wait_ptrs,  # [LANES] int64: addresses of the words to poll, on the own pad
     num_waits,
-    epoch_ptr,  # [2] int32: the epoch, and whether a wait of this rank has given up
+    epoch_ptr,  # [4] int32: the epoch, whether a wait has given up, address of the host's word
     fault_ptr,  # [1] int64, pinned host memory: 1 + step, and above it the bits of the late words
     step,
     timeout_ns,
@@ -48,6 +51,7 @@ def signal_kernel(
     words = tl.load(wait_ptrs + lanes, mask=waiting, other=0).to(tl.pointer_type(tl.int32))
     late = waiting
     start_ns = now_ns()
+    spins = 0
     num_late = tl.sum(late.to(tl.int32))
     while num_late > 0:
         # pairs with the release above, on the peers
@@ -55,9 +59,11 @@ def signal_kernel(
         late = late & (seen - epoch < 0)
         num_late = tl.sum(late.to(tl.int32))
         if num_late > 0:
-            # the host sets it, too
-            stopped = tl.load(epoch_ptr + 1, volatile=True) != 0
-            if stopped | (now_ns() - start_ns > timeout_ns):
+            over = now_ns() - start_ns > timeout_ns
+            if spins == LOOK_EVERY - 1:
+                over = over | ended_by_host(epoch_ptr + 2)
+            spins = (spins + 1) % LOOK_EVERY
+            if over:
                 tl.store(epoch_ptr + 1, 1)
                 tl.store(epoch_ptr, epoch - (1 << 30))
                 # one store, so that the host sees both or neither

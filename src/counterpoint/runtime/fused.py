@@ -79,8 +79,7 @@ class FusedMemory:
     Attributes:
         words, turns, flags: memory of each of those spaces of buffers, never for another: see
             plan/steps.py.
-        state: [3] int32: epoch, programs of a running kernel that have ended, and whether a wait
-            of this rank has given up.
+        state: [6] int32, see `end_of_call`.
         fault: [1] int64 of the host, where a wait that has given up says so.
         over: [1] int64 of the host, where counts that were too large say so: see kernels/routes.py.
         launches: of kernels that several plans share.
@@ -91,16 +90,15 @@ class FusedMemory:
         self.words = Shared(workspace, empty=True)
         self.turns, self.flags = Shared(workspace), Shared(workspace)
         self.launches: dict[Hashable, Any] = {}
-        self.state = torch.zeros(3, dtype=torch.int32, device=workspace.device)
         self._all = (self.words, self.turns, self.flags)
         if workspace.device.type == "cuda":  # the watchdog of the workspace looks at it
             lanes = lanes_of(workspace)
-            self.fault = lanes.fault
-            lanes.stops(self.state[2:])
+            self.fault, self.state = lanes.fault, lanes.words_and_stop(4)
             self.over = torch.zeros(1, dtype=torch.int64).pin_memory()
             workspace.board.alarms.append((self.over.numpy(), self.dropped))
         else:
             self.fault, self.over = (torch.zeros(1, dtype=torch.int64) for _ in range(2))
+            self.state = torch.zeros(6, dtype=torch.int32)
 
     def reserve(self, plan: Plan) -> None:
         """Have what the kernels of a plan need. Collective and synchronous where it has to grow.

@@ -1,7 +1,7 @@
 """What the calls of one workspace share on its GPU: streams, epoch, fault words, tables."""
 
 from collections.abc import Callable, Sequence
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import NamedTuple
 
 import torch
@@ -56,12 +56,17 @@ class _Captured(NamedTuple):
 
 
 class CudaLanes:
-    """Side streams by lane, the epoch, the words of a wait that gave up, constants of kernels."""
+    """Side streams by lane, the epoch, the word of a wait that gave up, constants of kernels.
+
+    Attributes:
+        stop: [1] int32 of the host, not 0 once kernels shall wait no more.
+    """
 
     def __init__(self, workspace: Workspace) -> None:
         device = workspace.device
         self.workspace = workspace
-        self.epoch = torch.zeros(2, dtype=torch.int32, device=device)
+        self.stop = torch.zeros(1, dtype=torch.int32).pin_memory()
+        self.epoch = self.words_and_stop(2)
         self.fault = torch.zeros(1, dtype=torch.int64).pin_memory()
         self._last = (raw_stream(device.index), torch.cuda.current_stream(device))
         self._left = torch.cuda.Event()  # of the stream of the last call
@@ -76,19 +81,20 @@ class CudaLanes:
         self.signals_compiled = False
         self.replays = Replays(device)
         words = self.fault.numpy()
-        self._stops = [self.epoch[1:]]
-        self._one = torch.ones(1, dtype=torch.int32).pin_memory()
-        self.watchdog = Watchdog(words, self.describe, workspace.board, self._stop_waits)
+        stop = partial(self.stop.numpy().fill, 1)
+        self.watchdog = Watchdog(words, self.describe, workspace.board, stop)
 
-    def stops(self, word: torch.Tensor) -> None:
-        """Know a word, int32 [1] on the GPU, by which waits of kernels end once it is not 0."""
-        self._stops.append(word)
+    def words_and_stop(self, number: int) -> torch.Tensor:
+        """Words of a kernel on the GPU, 0 at first, and behind them the address of `stop`.
 
-    def _stop_waits(self) -> None:
-        """End all waits of kernels of this rank, while they run: by copies beside them."""
-        with torch.cuda.device(self.workspace.device), torch.cuda.stream(self._upload):
-            for word in self._stops:
-                word.copy_(self._one, non_blocking=True)
+        That is a word of the host, by which it ends waits without a call of CUDA, which may wait.
+
+        Args:
+            number: of words; even.
+        """
+        words = torch.zeros(number + 2, dtype=torch.int32)
+        words[number:].view(torch.int64)[0] = self.stop.data_ptr()
+        return words.to(self.workspace.device)
 
     def follow(self, spins: bool = False) -> None:
         """Let the current stream wait for the last call, where that was on another one.

@@ -66,8 +66,7 @@ class Layout(NamedTuple):
 
         Args:
             bases: int64 [ranks], where each rank's memory begins.
-            state: int32 [3], zero at first: epoch, programs that have ended, whether a wait has
-                given up.
+            state: int32 [6], see `end_of_call`.
             fault: int64 [1] of the host, zero at first.
             rank: this one.
         """
@@ -89,7 +88,7 @@ class PeerKernel:
 
         bases_ptr: int64 [ranks], where each rank's memory begins; for `peer_ptr`.
         half_bytes: int, where the second half begins.
-        state_ptr: int32 [3]: epoch, programs that have ended, and at `state_ptr + 2` the stop word
+        state_ptr: int32 [6]: epoch, programs that have ended, and at `state_ptr + 2` the stop word
             of `wait` and `take_words`.
         fault_ptr, tag: for `end_of_call`, which each program calls last.
         rank: int, of this process in the group.
@@ -155,11 +154,11 @@ class PeerKernel:
         workspace, device = self._workspace, self._device
         self.layout.empty(self._memory.local())
         bases = torch.tensor(self._memory.buffer_ptrs, dtype=torch.int64).to(device)
-        state = torch.zeros(3, dtype=torch.int32, device=device)
+        state = torch.zeros(6, dtype=torch.int32)
         ranks = range(len(bases))
         if device.type == "cuda":
             lanes = lanes_of(workspace)
-            lanes.stops(state[2:])
+            state = lanes.words_and_stop(4)
             fault, tag = lanes.fault, lanes.register(OP, "fused", ((self.name, tuple(ranks)),))
             torch.cuda.synchronize(device)
         else:

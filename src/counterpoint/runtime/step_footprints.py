@@ -73,7 +73,7 @@ def _calls(shape: Shape, group: dist.ProcessGroup | None) -> dict[str, Callable[
 def _signal() -> Callable[[], object]:
     """Neither posts nor waits: the same code, and no peer needs to be there."""
     words = torch.zeros(2, dtype=torch.int64, device="cuda")
-    epoch = torch.zeros(2, dtype=torch.int32, device="cuda")
+    epoch = torch.zeros(4, dtype=torch.int32, device="cuda")
     fault = torch.zeros(1, dtype=torch.int64).pin_memory()
     launch: Any = signal_kernel  # its constexpr arguments are plain values for the caller
     timeout_ns = 10**9

@@ -110,8 +110,7 @@ def gather_by_store(
                     if count == 1 and answer(store.check, [f"{name}/{turn}/{REFUSED}"]):
                         raise decode(answer(store.get, f"{name}/{turn}/{REFUSED}"))
                     if waits.left_s() < 0:
-                        missing = [r for r in range(ranks) if not answer(store.check, [keys[r]])]
-                        waits.end(missing)
+                        waits.end([r for r in range(ranks) if not answer(store.check, [keys[r]])])
                     waits.say(r)
                     time.sleep(POLL_S)
             awaited = rank

@@ -100,7 +100,7 @@ def local_peers(
         bases[rank] = each.data_ptr()
     found: list[dict[str, Any]] = []
     for rank in range(num_ranks):
-        state, fault = torch.zeros(3, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
+        state, fault = torch.zeros(6, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
         given = layout.arguments(bases, state, fault, rank) | {"tag": 0, "timeout_ns": 1 << 60}
         given = {name: value for name, value in given.items() if name in kernel.arg_names}
         found.append(given)
