@@ -16,7 +16,12 @@ from torch import Tensor
 
 from counterpoint.errors import UnsupportedError
 from counterpoint.runtime.islands import host, name_of_mine
-from counterpoint.runtime.symmetric_memory import NOT_HERE, SymmetricMemory, check_sizes
+from counterpoint.runtime.symmetric_memory import (
+    NOT_HERE,
+    SymmetricMemory,
+    check_sizes,
+    on_all_ranks,
+)
 
 
 class _Offer(NamedTuple):
@@ -104,11 +109,8 @@ def _check(offers: list[_Offer], mates: range) -> None:
         )
     for rank, offer in enumerate(offers):
         if offer.problem:
-            raise OSError(
-                offer.errno,
-                f"allocate: rank {rank} cannot make {offer.num_bytes} bytes of shared memory: "
-                f"{offer.problem}",
-            )
+            what = f"{offer.num_bytes} bytes of shared memory: {offer.problem}"
+            raise on_all_ranks(OSError(offer.errno, f"allocate: rank {rank} cannot make {what}"))
 
 
 def _available_bytes() -> int:

@@ -7,6 +7,7 @@ are those of torch 2.11.
 import importlib
 import os
 from collections.abc import Callable
+from itertools import count
 from types import ModuleType
 from typing import Any
 
@@ -15,7 +16,22 @@ import torch.distributed as dist
 
 from counterpoint.errors import UnsupportedError
 from counterpoint.runtime.islands import group_of_island
-from counterpoint.runtime.symmetric_memory import NOT_HERE, SymmetricMemory, check_sizes
+from counterpoint.runtime.symmetric_memory import (
+    NOT_HERE,
+    SymmetricMemory,
+    check_sizes,
+    on_all_ranks,
+)
+
+
+# torch numbers the meetings of symmetric memory in each process, over all of its groups, and finds
+# what a peer has written by that number: a rank that has met once more, in a group of its own, would
+# wait for ever. The numbers are read where torch writes them, in a store that holds nothing else
+PROBE = "counterpoint/probe"  # groups of this rank alone
+MEETING = "CUDASymmetricMemory/{}/0"
+MOST_MEETINGS = 1 << 16
+MOST_EXTRA = 64  # meetings that a rank may be behind another one
+_probes = count()
 
 
 def allocate_cuda(
@@ -43,17 +59,18 @@ def allocate_cuda(
         except RuntimeError as error:
             problem = str(error)
         # rendezvous waits for all ranks, so none may stay away from it alone
-        reports = gather((num_bytes, problem, os.getpid()))
+        mine = _meetings(symmetric_memory, device)
+        reports = gather((num_bytes, problem, os.getpid(), mine))
         check_sizes([size for size, *_ in reports])
-        for rank, (_, problem, _) in enumerate(reports):
+        for rank, (_, problem, *_) in enumerate(reports):
             if problem:
                 # the allocator reports both as a RuntimeError of the CUDA driver
                 lack = "out of memory" in problem
-                raise (torch.OutOfMemoryError if lack else UnsupportedError)(
-                    f"allocate: rank {rank} cannot make {num_bytes} bytes of symmetric memory: "
-                    f"{problem}"
-                )
+                kind = torch.OutOfMemoryError if lack else UnsupportedError
+                what = f"{num_bytes} bytes of symmetric memory: {problem}"
+                raise on_all_ranks(kind(f"allocate: rank {rank} cannot make {what}"))
 
+        _catch_up([met for *_, met in reports], mine, gather, symmetric_memory, device)
         handle: Any = None
         buffers: list[Any] = [NOT_HERE] * len(reports)
         problem = ""
@@ -73,8 +90,49 @@ def allocate_cuda(
                     f"allocate: rank {rank} cannot open the memory of its peers: {problem}; "
                     "`nvidia-smi topo -p2p n` shows which GPUs reach each other"
                 )
-    pids = tuple(pid for *_, pid in reports)
+    pids = tuple(pid for _, _, pid, _ in reports)
     return SymmetricMemory(dist.get_rank(group), tuple(buffers), pids, handle)
+
+
+def _meetings(symmetric_memory: ModuleType, device: torch.device) -> int:
+    """The number of one more meeting of this rank, with itself; -1: torch does not show it."""
+    own: Any = getattr(symmetric_memory, "_SymmetricMemory", None)
+    if own is None or not hasattr(own, "set_group_info"):
+        return -1
+    store, name = dist.HashStore(), f"{PROBE}/{next(_probes)}"
+    try:
+        own.set_group_info(name, 0, 1, store)
+        alone = symmetric_memory.empty(1, dtype=torch.uint8, device=device)
+        own.rendezvous(alone, name)
+    except RuntimeError:
+        return -1
+    return next((i for i in range(MOST_MEETINGS) if store.check([MEETING.format(i)])), -1)
+
+
+def _catch_up(
+    met: list[int], mine: int, gather: Callable[[Any], list[Any]], symmetric_memory: ModuleType,
+    device: torch.device,
+) -> None:  # fmt: skip
+    """Have met as often as the rank that has met most.
+
+    Args:
+        met: how often each rank has; equal on all of them.
+        mine: how often this one has.
+
+    Raises:
+        UnsupportedError: ranks cannot; on all of them.
+    """
+    first = met
+    for _ in range(MOST_EXTRA):
+        if min(met) < 0 or min(met) == max(met):
+            return
+        if mine < max(met):
+            mine = _meetings(symmetric_memory, device)
+        met = gather(mine)
+    raise UnsupportedError(
+        f"allocate: torch's symmetric memory has met {first} times on the ranks, in rank order; "
+        "it finds no peer then: let all ranks set up as much of it, other groups included"
+    )
 
 
 def torch_symmetric_memory() -> ModuleType:

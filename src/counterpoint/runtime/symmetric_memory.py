@@ -5,13 +5,14 @@ That is the business of signals and barriers.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from counterpoint.errors import InputError
 
+E = TypeVar("E", bound=Exception)
 NOT_HERE = torch.empty(0, dtype=torch.uint8)  # the buffer of a rank of another island
 
 
@@ -69,3 +70,9 @@ def check_sizes(num_bytes: list[int]) -> None:
     """
     if min(num_bytes) < 1 or len(set(num_bytes)) > 1:
         raise InputError("allocate", "num_bytes", want=">= 1 and equal on all ranks", got=num_bytes)
+
+
+def on_all_ranks(error: E) -> E:
+    """The error, which is none of ours but raised by all ranks at the same place of a call."""
+    error.on_all_ranks = True  # type: ignore[attr-defined]
+    return error
