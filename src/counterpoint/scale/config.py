@@ -49,7 +49,7 @@ PLAIN = ("GPT2LMHeadModel", "GPTNeoXForCausalLM")  # whose MLP has no gate
 # fields that must be so, where they are given
 ONLY = {"decoder_sparse_step": 1, "mlp_only_layers": [], "moe_layer_freq": 1}
 DEFAULTS = {"kv_heads": "heads"}
-OPTIONAL = ("head_dim",)
+OPTIONAL = ("head_dim",)  # the width of heads of latent attention is not
 NULL = ("query_rank",)  # may be null, which is 0
 ZERO = (*NULL, "dense_layers", "shared_ffn")
 TIED = ("GPT2LMHeadModel",)  # where a config does not say it
@@ -134,7 +134,7 @@ def _taken(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
             value = 4 * sizes["hidden"]
         if value is None:
             value = sizes.get(DEFAULTS.get(field, ""))
-        if value is None and field in OPTIONAL:
+        if value is None and key in OPTIONAL:
             continue
         if value is None and field in NULL and key in config:
             value = 0
