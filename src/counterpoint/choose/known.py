@@ -61,8 +61,10 @@ class Place:
 
     def facts(self) -> dict[str, object]:
         """All of it, as a file has it."""
-        facts = {name: getattr(self, name) for name in ("gpu", "ranks", "islands")}
-        return facts | {"versions": dict(self.versions), "environment": dict(self.environment)}
+        return {
+            "gpu": self.gpu, "ranks": self.ranks, "islands": self.islands,
+            "versions": dict(self.versions), "environment": dict(self.environment),
+        }  # fmt: skip
 
 
 class Kind(NamedTuple):

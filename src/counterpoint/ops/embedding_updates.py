@@ -190,7 +190,7 @@ def apply_use(
         raise InputError(OP, "backward", want="one for all forwards since the last", got=got,
                          fix=fix)  # fmt: skip
     steps.uses.discard(use)
-    task: int = torch._C._current_graph_task_id()
+    task = _backward_under_way()
     if steps.uses or (steps.waiting and steps.backward == task):
         return _wait(task, update, dy, pooled, sent, of_weights=of_weights)
     steps.count += 1
@@ -314,6 +314,12 @@ def update_in_order(
 _under_way: tuple[int, list[Tensor]] = -1, []
 
 
+def _backward_under_way() -> int:
+    """The number of the backward that runs; -1 outside of any."""
+    torch_c: Any = torch._C  # pyright: ignore[reportPrivateUsage]
+    return torch_c._current_graph_task_id()
+
+
 def refuse_second(rates: Tensor) -> None:
     """Refuse a second update of one module in a backward that is traced.
 
@@ -324,7 +330,7 @@ def refuse_second(rates: Tensor) -> None:
         InputError: this backward has an update by the same `rates`.
     """
     global _under_way
-    task: int = torch._C._current_graph_task_id()
+    task = _backward_under_way()
     if task == -1:
         return
     updated = _under_way[1] if _under_way[0] == task else []
