@@ -107,7 +107,8 @@ def sizes_of(path: str | Path) -> dict[str, Any]:
     sizes["sequence"] = min(sizes["sequence"], SEQUENCE)
     source = f"{path}; sequences of {sizes['sequence']} tokens assumed"
     named = config.get("_name_or_path")
-    named = named if named and isinstance(named, str) else path.resolve().parent.name
+    if not isinstance(named, str) or not named.strip() or not named.isprintable():
+        named = path.resolve().parent.name
     return {**sizes, "name": named, "gated": name not in PLAIN, "source": source}
 
 
