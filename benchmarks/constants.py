@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from benchmarks.rows import RESULTS, Row, rows_of
 from benchmarks.scenarios import FITTED
-from counterpoint.choose.known import save_machine
+from counterpoint.choose.known import Place, save_machine
 from counterpoint.machine_of import SHIPPED
 from counterpoint.model.calibrate import SMALL_BYTES, fit
 from counterpoint.presets import preset_of
@@ -43,7 +43,7 @@ def main() -> None:
         few = small_collectives(rows_of(RESULTS / path.name.replace("characterize", "evaluate")))
         source = f"measured on {ranks}x {gpu}, torch {rows[0]['torch']}, {rows[0]['date']}"
         machine = replace(base, measured=fit([*rows, *few], base), source=source)
-        written = save_machine(machine, gpu, ranks, SHIPPED)
+        written = save_machine(machine, Place(gpu=gpu, ranks=ranks), SHIPPED)
         print(f"{written}: {json.loads(machine.to_json())['measured']}")
 
 

@@ -118,7 +118,7 @@ class InOneCall(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         self.bags = bags
-        each = torch.tensor([s.model.pooling[t] for t in bags.own])
+        each = torch.tensor([s.model.pooling[t] for t in bags.own], dtype=torch.int64)
         counts = each.repeat_interleave(s.batch).to(device)
         self.offsets = counts.cumsum(0) - counts
         # peers write there, so nothing is copied; it has been read when the next forward begins

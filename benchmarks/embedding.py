@@ -98,7 +98,7 @@ def made(case: Case, bench: Bench) -> Bags:
                    for p, t in zip(pooling, tables, strict=True)])
         for _ in range(max(2, bench.sets(touched, MAX_SETS)))
     ]  # fmt: skip
-    counts = torch.tensor(pooling, device=device).repeat_interleave(batch)
+    counts = torch.tensor(pooling, dtype=torch.int64, device=device).repeat_interleave(batch)
     return Bags(
         batch, dims, pooling, tables, sets, torch.cat([counts.new_zeros(1), counts.cumsum(0)])
     )

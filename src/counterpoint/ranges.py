@@ -43,7 +43,8 @@ RANGES: Mapping[str, Range] = {
     "Model.layers": Range(1, 2**12),
     **{f"Model.{name}": Range(0, 2**24) for name in (
         "ffn", "head_dim", "top_k", "expert_ffn", "shared_ffn", "dense_layers",
-        "query_rank", "key_rank", "rope_dim")},
+        "query_rank", "key_rank", "rope_dim", "windowed")},
+    "Model.window": Range(0, 2**30),
     "Model.experts": Range(0, 2**12), "Model.sequence": Range(1, 2**30),
     "Dlrm.rows": COUNT, "Dlrm.pooling": Range(1, 2**16), "Dlrm.dim": Range(1, 2**16),
     "Dlrm.features": SIZE, "Dlrm.bottom": SIZE, "Dlrm.top": SIZE, "Dlrm.cross": Range(0, 2**16),

@@ -161,7 +161,7 @@ class Timeline:
             fields = json.loads(text)
             spans = tuple(Span(**span) for span in fields["spans"])
             return cls(spans=spans, title=fields["title"], source=fields["source"])
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
+        except (ValueError, RecursionError, KeyError, TypeError) as error:
             want = "JSON written by Timeline.to_json"
             raise InputError("Timeline.from_json", "text", want=want, got=repr(error)) from error
 

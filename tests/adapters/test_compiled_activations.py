@@ -17,7 +17,7 @@ from torch.nn import functional as F
 import counterpoint as cp
 from counterpoint.adapters.activations import dearer
 from counterpoint.adapters.compile import OverlapPass
-from counterpoint.choose.known import load
+from counterpoint.choose.known import released
 from counterpoint.problem import Problem
 
 DIM, HIDDEN, S = 16, 24, 6
@@ -259,7 +259,7 @@ def test_nothing_is_copied_between_two_operators(rank: int, ranks: int):
 
 
 def test_prices_decide_where_they_are_known():
-    machine = load("NVIDIA H200", 2, torch.__version__, folder=None).machine
+    machine = released("NVIDIA H200", 2)
     assert machine is not None
     for m, dtype in ((64, "bfloat16"), (8192, "bfloat16"), (2048, "float32")):
         plain = Problem(GATHER, m, 14336, 4096, 2, dtype, splits=(7168, 7168))  # type: ignore[arg-type]

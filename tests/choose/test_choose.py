@@ -12,7 +12,7 @@ from counterpoint.choose import choose as choosing
 from counterpoint.choose.by_model import by_model
 from counterpoint.choose.by_rule import by_rule
 from counterpoint.choose.choose import Level, choose
-from counterpoint.choose.known import save_machine
+from counterpoint.choose.known import Place, save_machine
 from counterpoint.errors import InputError
 from counterpoint.machine_of import machine_of
 from counterpoint.model.estimate import estimate
@@ -46,7 +46,7 @@ def test_a_name_a_file_a_machine_or_nothing(tmp_path: Path):
     assert choose(PROBLEM).machine == machine
     assert choose(replace(PROBLEM, ranks=8, rows=())).machine.name == "h200-8"
     slow = replace(machine, name="mine", measured=replace(machine.costs, copy_bytes_per_s=40e9))
-    path = save_machine(slow, "NVIDIA H200", 4, tmp_path)
+    path = save_machine(slow, Place(gpu="NVIDIA H200", ranks=4), tmp_path)
     alone = tmp_path / "alone.json"
     alone.write_text(slow.to_json())
     plan = build(PROBLEM, "graded", slow)
@@ -63,7 +63,7 @@ def test_a_name_a_file_a_machine_or_nothing(tmp_path: Path):
 def test_a_name_stands_for_what_was_measured_on_such_a_machine(shipped: Path):
     base = preset("h200-4")
     measured = replace(base, measured=replace(base.costs, kernel_s=9e-6), source="measured")
-    save_machine(measured, "NVIDIA H200", 4, shipped)
+    save_machine(measured, Place(gpu="NVIDIA H200", ranks=4), shipped)
     assert machine_of("choose", "h200-4") == measured
     assert machine_of("choose", "h200-8").measured == measured.measured
     assert machine_of("choose", "h200-2") == preset("h200-2")

@@ -5,7 +5,7 @@ import multiprocessing
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,16 @@ import pytest
 
 from counterpoint.choose import known
 from counterpoint.choose.known import (
+    CONTROLS,
+    MACHINE,
+    PLANS,
+    Place,
     cache_folder,
+    file_of,
     load,
     load_controls,
     problem_key,
+    released,
     save_controls,
     save_machine,
     save_tuned,
@@ -27,7 +33,10 @@ from counterpoint.machine_of import SHIPPED, machine_of, shipped, slug
 from counterpoint.presets import preset
 from counterpoint.problem import Problem
 
-GPU, RANKS, TORCH = "NVIDIA H200", 4, "2.11.0+cu130"
+GPU, RANKS = "NVIDIA H200", 4
+VERSIONS = {"torch": "2.11.0+cu130", "triton": "3.6.0", "nccl": "2.28.9", "driver": "580.65",
+            "counterpoint": "0.1.0", "cpu": "Xeon"}  # fmt: skip
+PLACE = Place(gpu=GPU, ranks=RANKS, versions=VERSIONS, environment={"NCCL_ALGO": "Ring"})
 PROBLEM = Problem("all_gather_matmul", 8192, 7168, 8192, RANKS)
 SPEC = "graded 1/3 ring"
 
@@ -42,19 +51,19 @@ def nothing_shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("counterpoint.machine_of.SHIPPED", tmp_path / "shipped")
 
 
-def read(folder: Path, gpu: str = GPU, ranks: int = RANKS, torch: str = TORCH) -> known.Knowledge:
-    return load(gpu, ranks, torch, folder=folder)
+def read(folder: Path, place: Place = PLACE) -> known.Knowledge:
+    return load(place, folder)
 
 
 def test_a_machine_and_its_plans_are_read_back(tmp_path: Path):
-    path = save_machine(measured(), GPU, RANKS, tmp_path)
+    path = save_machine(measured(), PLACE, tmp_path)
     assert path == tmp_path / "nvidia-h200-4.json"
     entry = {"spec": SPEC, "seconds": 1e-3, "serial_s": 1.2e-3}
-    assert save_tuned(PROBLEM, entry, GPU, TORCH, tmp_path) == tmp_path / "tuned-nvidia-h200-4.json"
+    assert save_tuned(PROBLEM, entry, PLACE, tmp_path) == tmp_path / "tuned-nvidia-h200-4.json"
     other = replace(PROBLEM, n=1280)
-    save_tuned(other, {"spec": "serial"}, GPU, TORCH, tmp_path)
+    save_tuned(other, {"spec": "serial"}, PLACE, tmp_path)
     # measured once more: the newer one stays
-    save_tuned(other, {"spec": "shard_p2p xor"}, GPU, TORCH, tmp_path)
+    save_tuned(other, {"spec": "shard_p2p xor"}, PLACE, tmp_path)
 
     found = read(tmp_path)
     assert found.machine == measured()
@@ -95,8 +104,8 @@ def test_missing_files_are_no_news(tmp_path: Path, nothing_shipped: None):
     found = read(tmp_path / "not there")
     assert found.machine == preset("h200-4")
     assert found.tuned == {}
-    assert read(tmp_path, gpu="Some GPU").machine is None
-    assert load(GPU, RANKS, TORCH, folder=None) == found
+    assert read(tmp_path, replace(PLACE, gpu="Some GPU")).machine is None
+    assert released(GPU, RANKS) == found.machine
     assert not (tmp_path / "not there").exists()
 
 
@@ -104,9 +113,9 @@ def test_the_package_alone_is_asked_where_no_folder_is_given(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("COUNTERPOINT_CACHE", str(tmp_path))
-    save_machine(measured(), GPU, RANKS)
-    assert load(GPU, RANKS, TORCH).machine == measured()
-    assert load(GPU, RANKS, TORCH, folder=None).machine != measured()
+    save_machine(measured(), PLACE)
+    assert load(PLACE).machine == measured()
+    assert released(GPU, RANKS) != measured()
 
 
 Content = dict[str, Any]
@@ -127,7 +136,7 @@ def with_cost(**costs: object) -> Callable[[Content], object]:
 MACHINE_DAMAGE: dict[str, tuple[Callable[[Content], object], str]] = {
     "other gpu": (lambda c: {**c, "gpu": "NVIDIA H100"}, "is for gpu 'NVIDIA H100'"),
     "other ranks": (lambda c: {**c, "ranks": 8}, "is for ranks 8, this is 4"),
-    "other format": (lambda c: {**c, "format": 0}, "is for format 0, this is 1"),
+    "other format": (lambda c: {**c, "format": 0}, "is for format 0, this is 2"),
     "no format": (lambda c: {"machine": c["machine"]}, "is for format None"),
     "a list": (lambda c: [c], "is damaged: no JSON object"),
     "nothing": (lambda c: None, "is damaged: no JSON object"),
@@ -151,7 +160,7 @@ MACHINE_DAMAGE: dict[str, tuple[Callable[[Content], object], str]] = {
 @pytest.mark.parametrize("name", MACHINE_DAMAGE)
 def test_a_damaged_machine_is_ignored(tmp_path: Path, nothing_shipped: None, name: str):
     damage, why = MACHINE_DAMAGE[name]
-    path = save_machine(measured(), GPU, RANKS, tmp_path)
+    path = save_machine(measured(), PLACE, tmp_path)
     path.write_text(json.dumps(damage(json.loads(path.read_text()))))
     with pytest.warns(CounterpointWarning) as caught:
         found = read(tmp_path)
@@ -164,9 +173,12 @@ def test_a_damaged_machine_is_ignored(tmp_path: Path, nothing_shipped: None, nam
 TUNED_DAMAGE: dict[str, tuple[Callable[[Content], object], str]] = {
     "other gpu": (lambda c: {**c, "gpu": "NVIDIA H100"}, "is for gpu 'NVIDIA H100'"),
     "other ranks": (lambda c: {**c, "ranks": 8}, "is for ranks 8, this is 4"),
-    "other format": (lambda c: {**c, "format": 1}, "is for format 1, this is 2"),
-    "other torch": (lambda c: {**c, "torch": "2.12.0"}, "is for torch '2.12.0', this is '2.11"),
-    "no torch": (lambda c: {k: v for k, v in c.items() if k != "torch"}, "is for torch None"),
+    "other format": (lambda c: {**c, "format": 2}, "is for format 2, this is 3"),
+    "other torch": (
+        lambda c: {**c, "versions": {**c["versions"], "torch": "2.12.0"}},
+        "is for torch '2.12.0', this is '2.11",
+    ),
+    "no versions": (lambda c: {k: v for k, v in c.items() if k != "versions"}, "is for torch None"),
     "a text": (lambda c: "plans", "is damaged: no JSON object"),
     "plans are a list": (lambda c: {**c, "plans": [SPEC]}, "is damaged: its plans have no spec"),
     "an entry is a text": (lambda c: {**c, "plans": {"x": SPEC}}, "is damaged: its plans have no"),
@@ -179,8 +191,8 @@ TUNED_DAMAGE: dict[str, tuple[Callable[[Content], object], str]] = {
 @pytest.mark.parametrize("name", TUNED_DAMAGE)
 def test_damaged_plans_are_ignored(tmp_path: Path, name: str):
     damage, why = TUNED_DAMAGE[name]
-    save_machine(measured(), GPU, RANKS, tmp_path)
-    path = save_tuned(PROBLEM, {"spec": SPEC}, GPU, TORCH, tmp_path)
+    save_machine(measured(), PLACE, tmp_path)
+    path = save_tuned(PROBLEM, {"spec": SPEC}, PLACE, tmp_path)
     path.write_text(json.dumps(damage(json.loads(path.read_text()))))
     with pytest.warns(CounterpointWarning) as caught:
         found = read(tmp_path)
@@ -190,7 +202,7 @@ def test_damaged_plans_are_ignored(tmp_path: Path, name: str):
     assert str(warning.message).startswith(f"{path} {why}")
     # and what is tuned from now on is kept
     with pytest.warns(CounterpointWarning):
-        save_tuned(PROBLEM, {"spec": "serial"}, GPU, TORCH, tmp_path)
+        save_tuned(PROBLEM, {"spec": "serial"}, PLACE, tmp_path)
     assert read(tmp_path).tuned == {problem_key(PROBLEM): "serial"}
 
 
@@ -216,8 +228,8 @@ def test_a_file_of_something_else_is_ignored(
 
 
 def test_a_file_cut_off_anywhere_is_ignored(tmp_path: Path, nothing_shipped: None):
-    save_tuned(PROBLEM, {"spec": SPEC}, GPU, TORCH, tmp_path)
-    path = save_machine(measured(), GPU, RANKS, tmp_path)
+    save_tuned(PROBLEM, {"spec": SPEC}, PLACE, tmp_path)
+    path = save_machine(measured(), PLACE, tmp_path)
     whole = path.read_bytes()
     for length in range(0, len(whole), 37):
         path.write_bytes(whole[:length])
@@ -230,24 +242,24 @@ def test_a_file_cut_off_anywhere_is_ignored(tmp_path: Path, nothing_shipped: Non
 def test_saving_leaves_nothing_else_behind(tmp_path: Path):
     where = tmp_path / "not" / "yet" / "there"
     machine, tuned = (
-        save_machine(measured(), GPU, RANKS, where),
-        save_tuned(PROBLEM, {"spec": SPEC}, GPU, TORCH, where),
+        save_machine(measured(), PLACE, where),
+        save_tuned(PROBLEM, {"spec": SPEC}, PLACE, where),
     )
     before = tuned.read_bytes()
     with pytest.raises(TypeError):  # no JSON: the file stays as it was
-        save_tuned(PROBLEM, {"spec": SPEC, "what": object()}, GPU, TORCH, where)
+        save_tuned(PROBLEM, {"spec": SPEC, "what": object()}, PLACE, where)
     assert tuned.read_bytes() == before
     assert sorted(where.iterdir()) == sorted([machine, tuned])
 
 
 def test_saving_at_the_same_time_never_shows_half_a_file(tmp_path: Path):
     problems = [replace(PROBLEM, n=n) for n in range(1, 9)]
-    save_tuned(PROBLEM, {"spec": SPEC}, GPU, TORCH, tmp_path)
+    save_tuned(PROBLEM, {"spec": SPEC}, PLACE, tmp_path)
 
     def save(problem: Problem) -> None:
         for i in range(10):
-            save_tuned(problem, {"spec": "x" * 100 * i}, GPU, TORCH, tmp_path)
-            save_machine(measured(problem.n * 1e-6), GPU, RANKS, tmp_path)
+            save_tuned(problem, {"spec": "x" * 100 * i}, PLACE, tmp_path)
+            save_machine(measured(problem.n * 1e-6), PLACE, tmp_path)
 
     # a warning is an error here: whatever is read meanwhile is whole
     with warnings.catch_warnings(), ThreadPoolExecutor(8) as pool:
@@ -265,19 +277,16 @@ def test_saving_at_the_same_time_never_shows_half_a_file(tmp_path: Path):
 
 
 def test_controls_of_a_pipeline_are_read_back(tmp_path: Path):
-    place = GPU, 4, TORCH
-    assert load_controls("graph abc", *place, tmp_path) is None
+    assert load_controls("graph abc", PLACE, tmp_path) is None
     entry = {"spec": "overlap priority", "why": "it is faster"}
-    path = save_controls("graph abc", entry, *place, tmp_path)
+    path = save_controls("graph abc", entry, PLACE, tmp_path)
     assert path == tmp_path / "controls-nvidia-h200-4.json"
-    save_controls("eager abc", {"spec": "overlap", "why": ""}, *place, tmp_path)
-    assert load_controls("graph abc", *place, tmp_path) == entry
-    assert load_controls("graph other", *place, tmp_path) is None
-    with pytest.warns(CounterpointWarning, match="is for torch"):
-        assert load_controls("graph abc", GPU, 4, "9.9", tmp_path) is None
+    save_controls("eager abc", {"spec": "overlap", "why": ""}, PLACE, tmp_path)
+    assert load_controls("graph abc", PLACE, tmp_path) == entry
+    assert load_controls("graph other", PLACE, tmp_path) is None
     path.write_text(json.dumps(json.loads(path.read_text()) | {"controls": ["graph abc"]}))
     with pytest.warns(CounterpointWarning, match="its controls have no spec"):
-        assert load_controls("graph abc", *place, tmp_path) is None
+        assert load_controls("graph abc", PLACE, tmp_path) is None
 
 
 def test_where_the_cache_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -287,21 +296,21 @@ def test_where_the_cache_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert cache_folder() == tmp_path / "home" / ".cache" / "counterpoint"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     assert cache_folder() == tmp_path / "xdg" / "counterpoint"
-    assert save_machine(measured(), GPU, RANKS).parent == tmp_path / "xdg" / "counterpoint"
+    assert save_machine(measured(), PLACE).parent == tmp_path / "xdg" / "counterpoint"
     monkeypatch.setenv("COUNTERPOINT_CACHE", str(tmp_path / "own"))
     assert cache_folder() == tmp_path / "own"
-    assert save_tuned(PROBLEM, {"spec": SPEC}, GPU, TORCH).parent == tmp_path / "own"
-    found = load(GPU, RANKS, TORCH)
+    assert save_tuned(PROBLEM, {"spec": SPEC}, PLACE).parent == tmp_path / "own"
+    found = load(PLACE)
     assert found.machine != measured() and found.tuned
     # set to nothing is not set
     monkeypatch.setenv("COUNTERPOINT_CACHE", "")
-    assert load(GPU, RANKS, TORCH).machine == measured()
+    assert load(PLACE).machine == measured()
 
 
 def test_what_came_with_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("counterpoint.machine_of.SHIPPED", tmp_path)
     assert shipped(GPU, 4) is None
-    save_machine(measured(), GPU, 4, tmp_path)
+    save_machine(measured(), PLACE, tmp_path)
     assert shipped(GPU, 4) == machine_of("test", "h200-4") == measured()
     # of eight GPUs of the kind four have been measured: what a part costs is taken from there
     eight = shipped(GPU, 8)
@@ -313,11 +322,11 @@ def test_what_came_with_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert shipped(GPU, 2) is None and shipped(GPU, 1) is None
     assert shipped("NVIDIA H100", 4) is None
     # nor are two GPUs like more: NCCL has other rates there
-    save_machine(measured(), "NVIDIA B200", 2, tmp_path)
+    save_machine(measured(), replace(PLACE, gpu="NVIDIA B200", ranks=2), tmp_path)
     assert shipped("NVIDIA B200", 2) == measured()
     assert shipped("NVIDIA B200", 4) is shipped("NVIDIA B200", 8) is None
     # what was measured here goes before
-    save_machine(measured(3e-6), GPU, 4, tmp_path / "cache")
+    save_machine(measured(3e-6), PLACE, tmp_path / "cache")
     assert read(tmp_path / "cache").machine == measured(3e-6)
     assert read(tmp_path / "empty").machine == measured()
 
@@ -334,7 +343,7 @@ def test_what_comes_with_this_release_is_readable():
 def writes(folder: str, writer: int) -> None:
     for i in range(40):
         problem = replace(PROBLEM, n=1000 * writer + i)
-        save_tuned(problem, {"spec": SPEC}, GPU, TORCH, Path(folder))
+        save_tuned(problem, {"spec": SPEC}, PLACE, Path(folder))
 
 
 def test_nothing_that_six_processes_write_is_lost(tmp_path: Path):
@@ -351,6 +360,55 @@ def test_nothing_that_six_processes_write_is_lost(tmp_path: Path):
 def test_a_folder_that_cannot_be_written_to_is_one_warning(tmp_path: Path):
     (tmp_path / "file").touch()
     with pytest.warns(CounterpointWarning, match="cannot be written to"):
-        save_tuned(PROBLEM, {"spec": SPEC}, GPU, TORCH, tmp_path / "file")
+        save_tuned(PROBLEM, {"spec": SPEC}, PLACE, tmp_path / "file")
     # a second one would be an error here
-    save_tuned(PROBLEM, {"spec": SPEC}, GPU, TORCH, tmp_path / "file")
+    save_tuned(PROBLEM, {"spec": SPEC}, PLACE, tmp_path / "file")
+
+
+OTHER_PLACES = {
+    "gpu": replace(PLACE, gpu="NVIDIA H100"),
+    "gpu of one slug": replace(PLACE, gpu="NVIDIA-H200"),
+    "ranks": replace(PLACE, ranks=8),
+    "islands": replace(PLACE, islands=2),
+    "variable": replace(PLACE, environment={"NCCL_ALGO": "Tree"}),
+    "one more": replace(PLACE, environment={**PLACE.environment, "NCCL_PROTO": "LL"}),
+    "one less": replace(PLACE, environment={}),
+    **{name: replace(PLACE, versions=VERSIONS | {name: "other"}) for name in VERSIONS},
+    "version less": replace(PLACE, versions={"torch": VERSIONS["torch"]}),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore::counterpoint.errors.CounterpointWarning")
+@pytest.mark.parametrize("changed", OTHER_PLACES)
+def test_what_was_measured_is_of_its_place_alone(
+    tmp_path: Path, nothing_shipped: None, changed: str
+):
+    """Also in the file of the other place, as where a cache folder is shared or copied."""
+    other = OTHER_PLACES[changed]
+    save_machine(measured(), PLACE, tmp_path)
+    save_tuned(PROBLEM, {"spec": SPEC}, PLACE, tmp_path)
+    save_controls("key", {"spec": "overlap"}, PLACE, tmp_path)
+    for copied in (False, True):
+        found = read(tmp_path, other)
+        assert found.machine == released(other.gpu, other.ranks) and not found.tuned
+        assert load_controls("key", other, tmp_path) is None
+        if not copied:
+            for kind in (MACHINE, PLANS, CONTROLS):
+                mine, its = (file_of(kind, place, tmp_path)[0] for place in (PLACE, other))
+                if mine != its:
+                    mine.rename(its)
+    assert {field.name for field in fields(Place)} == set(PLACE.facts()), "a fact is not compared"
+
+
+def test_variables_that_change_what_is_measured(monkeypatch: pytest.MonkeyPatch):
+    before = known.environment()
+    for name in ("NCCL_DEBUG", "NCCL_HOSTID", "COUNTERPOINT_CACHE", "COUNTERPOINT_ISLAND",
+                 "COUNTERPOINT_TIMEOUT_S", "TORCH_NCCL_ASYNC_ERROR_HANDLING"):  # fmt: skip
+        monkeypatch.setenv(name, "other")
+    assert known.environment() == before
+    changing = ("NCCL_ALGO", "NCCL_NVLS_ENABLE", "NCCL_MAX_CTAS", "COUNTERPOINT_REPLAY",
+                "COUNTERPOINT_CHECK", "CUDA_DEVICE_MAX_CONNECTIONS", "CUBLASLT_WORKSPACE_SIZE",
+                "TORCH_SYMM_MEM_DISABLE_MULTICAST", "NVIDIA_TF32_OVERRIDE")  # fmt: skip
+    for name in changing:
+        monkeypatch.setenv(name, "other")
+    assert known.environment() == before | dict.fromkeys(changing, "other")

@@ -4,14 +4,14 @@ import pytest
 
 import counterpoint as cp
 from counterpoint.choose.by_model import by_model
-from counterpoint.choose.known import load
+from counterpoint.choose.known import released
 from counterpoint.plan.all_reduce_norm import refusal, settings_in
 from counterpoint.plan.families import build
 from counterpoint.problem import Problem
 
 
 def machine(ranks: int, gpu: str = "NVIDIA H200") -> cp.Machine:
-    found = load(gpu, ranks, "", folder=None).machine
+    found = released(gpu, ranks)
     assert found is not None
     return found
 

@@ -13,7 +13,10 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from benchmarks import __main__ as benchmarks
+from counterpoint.choose.known import Place
 from counterpoint.cli import main
+
+PLACE = Place(gpu="NVIDIA H200", ranks=4)  # of rank 0, as it is made here
 
 
 def invoke(command: str, *arguments: str, code: int = 0, columns: int = 140) -> Result:
@@ -75,4 +78,6 @@ def as_rank_0(command: Any, measure: Any, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(command, "under_torchrun", lambda: True)
     monkeypatch.setattr(command, "nccl_group", nccl_group)
     monkeypatch.setattr(command, "measure", measure, raising=False)
-    monkeypatch.setattr(command.torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
+    workspace = SimpleNamespace(islands=SimpleNamespace(number=1))
+    monkeypatch.setattr(command, "workspace_of", lambda *_: workspace)
+    monkeypatch.setattr(command, "place_of", lambda *_: PLACE)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import a_node_of_four, as_rank_0, invoke
+from commands import PLACE, a_node_of_four, as_rank_0, invoke
 
 import counterpoint as cp
 from benchmarks.rows import rows_of
@@ -14,7 +14,6 @@ from counterpoint.choose.known import load
 from counterpoint.cli import characterize
 from counterpoint.errors import CounterpointWarning
 
-GPU = "NVIDIA H200"
 SHEET = cp.preset("h200-4")
 MACHINE = replace(
     SHEET, source="measured on 4x NVIDIA H200",
@@ -86,7 +85,7 @@ def test_it_prints_every_constant_and_keeps_the_machine(
     assert [row[-1] for row in cells if row[1:2] == ["s:"]] == ["matmuls", "copies"]
     path = tmp_path / "cache" / "nvidia-h200-4.json"
     assert f"It is kept in {path}: delete it to undo." in text
-    assert load(GPU, 4, "2.11", folder=tmp_path / "cache").machine == MACHINE
+    assert load(PLACE, tmp_path / "cache").machine == MACHINE
     assert rows_of(tmp_path / "rows.jsonl") == [ROW]
 
 
@@ -112,9 +111,9 @@ def test_a_damaged_file_is_replaced(
     path = tmp_path / "nvidia-h200-4.json"
     path.write_text("{")
     with pytest.warns(CounterpointWarning, match="is damaged"):
-        assert load(GPU, 4, "2.11").machine != MACHINE
+        assert load(PLACE).machine != MACHINE
     run()
-    assert load(GPU, 4, "2.11").machine == MACHINE
+    assert load(PLACE).machine == MACHINE
 
 
 def test_ranks_without_a_gpu_are_measured_under_torchrun(
@@ -127,7 +126,7 @@ def test_ranks_without_a_gpu_are_measured_under_torchrun(
     with_nic = replace(MACHINE, nic=nic)
     monkeypatch.setattr(characterize, "measure", lambda **_: (with_nic, [ROW]))
     assert "to other islands: 0.025 GB/s, 2000 us" in run().stdout
-    assert load("cpu", 4, "2.11").machine == with_nic
+    assert load(PLACE).machine == with_nic
 
 
 def test_every_constant_has_a_meaning_and_a_unit():

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 
 import counterpoint
 import counterpoint as cp
-from counterpoint.choose.known import save_machine, save_tuned
+from counterpoint.choose.known import Place, save_machine, save_tuned
 from counterpoint.cli import bars, demo, doctor, main
 from counterpoint.cli.characterize import table_of
 from counterpoint.machine_of import shipped
@@ -216,6 +216,8 @@ def test_doctor_says_what_is_missing_here_and_how_to_get_it():
 def test_doctor_says_what_plans_are_chosen_by(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setenv("COUNTERPOINT_CACHE", str(tmp_path))
     gpus = [{"name": "NVIDIA B200"}] * 4
+    place = Place(gpu="NVIDIA B200", ranks=4)
+    monkeypatch.setattr(doctor, "place_of", lambda *_: place)
     sheet = "datasheet peaks of DGX B200 with 8 GPUs"
     measures = "not measured (`counterpoint characterize` measures)"
     assert (
@@ -224,9 +226,9 @@ def test_doctor_says_what_plans_are_chosen_by(monkeypatch: pytest.MonkeyPatch, t
 
     machine = preset("b200-4")
     machine = replace(machine, measured=machine.costs, source="measured on 4x NVIDIA B200")
-    save_machine(machine, "NVIDIA B200", 4, tmp_path)
+    save_machine(machine, place, tmp_path)
     problem = Problem("all_gather_matmul", 256, 20, 128, 4)
-    save_tuned(problem, {"spec": "graded 2/2"}, "NVIDIA B200", doctor.torch.__version__, tmp_path)
+    save_tuned(problem, {"spec": "graded 2/2"}, place, tmp_path)
     known = doctor._known(gpus)
     assert doctor._basis(known) == f"measured on 4x NVIDIA B200; tuned plans in {tmp_path}: 1"
 

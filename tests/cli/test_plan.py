@@ -12,7 +12,7 @@ from plan_cases import AR, ATTENTION, BAGS, EXPERTS, NORM, OPS, make_problem
 from processes import python
 
 import counterpoint as cp
-from counterpoint.choose.known import save_machine
+from counterpoint.choose.known import Place, save_machine
 from counterpoint.machine_of import machine_of
 from counterpoint.model.estimate import predicted_s
 from counterpoint.presets import preset
@@ -188,7 +188,7 @@ def test_a_machine_that_was_measured(tmp_path: Path):
         name="mine", device=where.device, link=where.link, num_devices=2, measured=where.costs,
         source="measured on 2x NVIDIA H100",
     )  # fmt: skip
-    path = save_machine(measured, "NVIDIA H100", 2, tmp_path)
+    path = save_machine(measured, Place(gpu="NVIDIA H100", ranks=2), tmp_path)
     text = " ".join(run(*GATHER, "--machine", str(path)).stdout.split())
     assert "on 2 ranks" in text
     assert "machine mine: measured on 2x NVIDIA H100 rates measured; a plan has to gain 3%" in text

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from counterpoint.choose.known import Place
 from counterpoint.measure import tune_resources
 from counterpoint.measure.tune_resources import Tuned
 from counterpoint.resources.controls import OFF, SEQUENTIAL, Controls
@@ -63,7 +64,7 @@ def test_leaving_the_context_brings_all_back():
 
 def remembered(kept: Any, monkeypatch: pytest.MonkeyPatch) -> Found | None:
     monkeypatch.setattr(tune_resources, "load_controls", lambda *_: kept)
-    return tune_resources._remembered("graph abc", "NVIDIA H200", 4, "2.11")
+    return tune_resources._remembered("graph abc", Place(gpu="NVIDIA H200", ranks=4))
 
 
 def test_a_search_is_read_back_with_all_that_it_measured(monkeypatch: pytest.MonkeyPatch):

@@ -243,9 +243,103 @@ def test_the_operator_of_an_update(rank: int, ranks: int):
     assert set(results.values()) == {"SUCCESS"}
 
 
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=str)
+@on_ranks(2)
+def test_several_uses_in_one_backward_are_one_update_by_their_sum(
+    rank: int, ranks: int, optimizer: Any
+):
+    """Three uses of which one gets no gradient, then one; gradients of weights are as before."""
+    torch.manual_seed(3)
+    bags = cnn.ShardedEmbeddingBags(TABLES, owners=OWNERS).fuse_optimizer(optimizer)
+    tables = [torch.empty(size) for size in TABLES]
+    for t, weight in zip(bags.own, bags.weights, strict=True):
+        tables[t].copy_(weight)
+    for t, table in enumerate(tables):
+        torch.distributed.broadcast(table, OWNERS[t])
+    exact = Exact(tables, "sum")
+
+    def used(batch: Batch, weights: Tensor | None = None) -> Tensor:
+        y = bags(*given(bags, batch), weights, batch=[BAGS] * ranks)
+        return loss_of(y, bags.columns)
+
+    for round in range(2):
+        batches = [batch_of(ranks, 10 * round + i) for i in range(4)]
+        ones = torch.ones(len(given(bags, batches[1])[0]), requires_grad=True)
+        plain = torch.ones_like(ones).requires_grad_()
+        wanted = cnn.ShardedEmbeddingBags(TABLES, owners=OWNERS)
+        with torch.no_grad():
+            for weight, own in zip(wanted.weights, bags.weights, strict=True):
+                weight.copy_(own)
+        y = wanted(*given(wanted, batches[1]), plain, batch=[BAGS] * ranks)
+        loss_of(y, bags.columns).backward()
+
+        first, second, unused = used(batches[0]), used(batches[1], ones), used(batches[2])
+        (first + second + unused.detach()).backward()
+        assert torch.equal(ones.grad, plain.grad)  # type: ignore[arg-type]
+        for batch in batches[:2]:
+            exact.gradients(batch)
+        exact.step(optimizer)
+        del unused
+        used(batches[3]).backward()
+        exact.gradients(batches[3])
+        exact.step(optimizer)
+        for t, weight in zip(bags.own, bags.weights, strict=True):
+            assert torch.allclose(weight.double(), exact.tables[t], atol=1e-5, rtol=1e-5)
+        if isinstance(optimizer, cnn.RowWiseAdagrad):
+            for t, state in zip(bags.own, bags._sums(), strict=True):
+                assert torch.allclose(state.double(), exact.sums[t], atol=1e-5, rtol=1e-5)
+
+
+@on_ranks(2)
+def test_a_backward_that_raised_between_two_uses_leaves_nothing(rank: int, ranks: int):
+    bags = cnn.ShardedEmbeddingBags(TABLES, owners=OWNERS).fuse_optimizer(cnn.SGD(0.1))
+    batch, before = batch_of(ranks, 1), [w.clone() for w in bags.weights]
+
+    def called() -> Tensor:
+        return bags(*given(bags, batch), batch=[BAGS] * ranks)
+
+    def fail(_: Tensor) -> None:
+        raise RuntimeError("on purpose")
+
+    one = called()
+    other = called()
+    one.register_hook(fail)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        (one + other).sum().backward()
+    assert all(map(torch.equal, bags.weights, before))
+    del one, other
+    again = copy.deepcopy(bags)
+    called().sum().backward()
+    again(*given(again, batch), batch=[BAGS] * ranks).sum().backward()
+    assert all(map(torch.equal, bags.weights, again.weights))
+
+
+@on_ranks(2)
+def test_a_compiled_graph_of_two_uses_is_refused(rank: int, ranks: int):
+    """When it is traced, before anything is updated."""
+    bags = cnn.ShardedEmbeddingBags(TABLES, owners=OWNERS).fuse_optimizer(cnn.SGD(0.1))
+    batch, before = batch_of(ranks, 1), [w.clone() for w in bags.weights]
+    inputs = given(bags, batch)
+
+    def both(indices: Tensor, offsets: Tensor) -> Tensor:
+        one = bags(indices, offsets, batch=[BAGS] * ranks)
+        return (one + bags(indices, offsets, batch=[BAGS] * ranks)).sum()
+
+    text = "embedding_bag_all_to_all: backward must be of one call of a module"
+    with pytest.raises(Exception, match=text):
+        torch.compile(both, backend="aot_eager", fullgraph=True)(*inputs).backward()
+    assert all(map(torch.equal, bags.weights, before))
+    compiled = torch.compile(bags, backend="aot_eager")
+    one, other = (compiled(*inputs, batch=[BAGS] * ranks).sum() for _ in range(2))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):  # a graph each
+        (one + other).backward()
+    compiled(*inputs, batch=[BAGS] * ranks).sum().backward()
+    assert not any(map(torch.equal, bags.weights, before))
+
+
 @on_ranks(2)
 def test_one_backward_for_each_forward(rank: int, ranks: int):
-    """Gradients of two calls cannot be added up; what came before stays, and ranks go on."""
+    """Those of two backwards cannot be added up; what came before stays, and ranks go on."""
     bags = cnn.ShardedEmbeddingBags(TABLES, owners=(1,) * len(TABLES)).fuse_optimizer(cnn.SGD(0.1))
     batch = batch_of(ranks, 1)
 
@@ -255,7 +349,7 @@ def test_one_backward_for_each_forward(rank: int, ranks: int):
     first, second = called(), called()
     first.backward()
     after = [weight.clone() for weight in bags.weights]
-    text = "backward must be one for each forward, before the next one, got tables that 1 updates"
+    text = "backward must be one for all forwards since the last, got tables that 1 updates"
     with pytest.raises(cp.InputError, match=text):
         second.backward()
     assert all(map(torch.equal, bags.weights, after))

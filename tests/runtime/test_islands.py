@@ -21,6 +21,7 @@ from counterpoint.errors import InputError, PeerTimeoutError, UnsupportedError
 from counterpoint.machine import LinkSpec
 from counterpoint.ops.auto import choose_spec
 from counterpoint.ops.call import prepare
+from counterpoint.ops.place import place_of
 from counterpoint.ops.samples import operands, operator_of
 from counterpoint.plan.operation import operation_of
 from counterpoint.presets import preset
@@ -229,7 +230,7 @@ def test_auto_takes_what_the_model_says_once_the_nic_is_known(
         with on_islands(rank, 2), pytest.MonkeyPatch.context() as patch:
             patch.setenv("COUNTERPOINT_CACHE", folder)
             if known is not None and rank == 0:
-                save_machine(known, CPU.type, world_size)
+                save_machine(known, place_of(CPU, world_size, 2))
             dist.barrier()
             workspace = workspace_of(dist.group.WORLD, CPU)  # type: ignore[arg-type]
             specs.append(choose_spec(problem, workspace, ()))

@@ -1,15 +1,20 @@
 """Models from the `config.json` of a checkpoint."""
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from counterpoint.errors import InputError
+from counterpoint.errors import CounterpointError, InputError
+from counterpoint.machine_of import machine_of
 from counterpoint.scale import Layout, Model, predict
+from counterpoint.scale.fabric import Fabric, Network
+from counterpoint.scale.layer import Layers
 from counterpoint.scale.models import MODELS
+from counterpoint.scale.step import Step
 
 # the fields that count, as published with each checkpoint
 LLAMA = {
@@ -68,7 +73,7 @@ def test_a_plain_mlp_is_four_times_as_wide(tmp_path: Path):
     found = Model.from_config(written(tmp_path, GPT2).parent)
     assert (found.ffn, found.gated, found.sequence) == (3072, False, 1024)
     assert found.name == tmp_path.name
-    assert found.parameters == pytest.approx(124e6 + 50257 * 768, rel=0.01)  # its head is tied
+    assert found.tied and found.parameters == pytest.approx(124e6, rel=0.01)
 
 
 def test_predict_takes_the_path(tmp_path: Path):
@@ -87,7 +92,19 @@ def test_predict_takes_the_path(tmp_path: Path):
         ({"hidden_size": None}, "hidden_size must be a whole number, as LlamaForCausalLM has it"),
         ({"num_hidden_layers": 2.5}, "num_hidden_layers must be a whole number, .* got 2.5"),
         ({"vocab_size": True}, "vocab_size must be a whole number"),
-        ({"intermediate_size": -1}, "ffn must be"),
+        ({"intermediate_size": -1}, "intermediate_size must be a whole number, .* got -1"),
+        ({"intermediate_size": 10**30}, "intermediate_size must be a whole number, .* from 1 to"),
+        ({"num_attention_heads": 24}, "hidden_size must be a multiple of the 24 heads"),
+        ({"num_key_value_heads": 5}, "num_key_value_heads must be a divisor of the 32 heads"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads must be a whole number, .* from 1"),
+        ({"hidden_size": 4095}, "hidden_size must be a multiple of the 32 .*; give head_dim"),
+        ({"architectures": [["LlamaForCausalLM"]]}, "architectures must be one of"),
+        ({"architectures": {}}, "architectures must be one of"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings must be true or false, got 'yes'"),
+        ({"sliding_window": 4096}, "sliding_window must be null: LlamaForCausalLM has none"),
+        ({"layer_types": ["linear_attention"] * 32}, "layer_types must be full_attention or"),
+        ({"layer_types": ["full_attention"]}, "layer_types must be .* for each of 32 layers"),
+        ({"layer_types": ["sliding_attention"] * 32}, "sliding_window must be given"),
         ({"mlp_only_layers": [3]}, r"mlp_only_layers must be \[\]: layers that differ"),
     ],
 )  # fmt: skip
@@ -97,10 +114,151 @@ def test_configs_that_are_refused(tmp_path: Path, change: dict[str, Any], messag
 
 
 def test_latent_attention_needs_its_ranks(tmp_path: Path):
-    with pytest.raises(InputError, match=r"q_lora_rank must be a whole number, .* got None"):
-        Model.from_config(written(tmp_path, DEEPSEEK | {"q_lora_rank": None}))
+    with pytest.raises(InputError, match=r"kv_lora_rank must be a whole number, .* got none"):
+        Model.from_config(written(tmp_path, DEEPSEEK | {"kv_lora_rank": None}))
+    without = {key: DEEPSEEK[key] for key in DEEPSEEK if key != "q_lora_rank"}
+    with pytest.raises(InputError, match=r"q_lora_rank must be a whole number, .* got none"):
+        Model.from_config(written(tmp_path, without))
     with pytest.raises(InputError, match="qk_nope_head_dim must be as wide as v_head_dim, 128"):
         Model.from_config(written(tmp_path, DEEPSEEK | {"qk_nope_head_dim": 64}))
+
+
+MISTRAL = LLAMA | {"architectures": ["MistralForCausalLM"], "vocab_size": 32000,
+                   "max_position_embeddings": 32768, "sliding_window": 4096}  # fmt: skip
+QWEN2 = {
+    "architectures": ["Qwen2ForCausalLM"], "hidden_size": 896, "num_hidden_layers": 24,
+    "num_attention_heads": 14, "num_key_value_heads": 2, "intermediate_size": 4864,
+    "vocab_size": 151936, "max_position_embeddings": 32768, "tie_word_embeddings": True,
+    "sliding_window": 32768, "use_sliding_window": False, "max_window_layers": 21,
+}  # fmt: skip
+V2_LITE = DEEPSEEK | {
+    "architectures": ["DeepseekV2ForCausalLM"], "hidden_size": 2048, "num_hidden_layers": 27,
+    "num_attention_heads": 16, "num_key_value_heads": 16, "intermediate_size": 10944,
+    "vocab_size": 102400, "n_routed_experts": 64, "num_experts_per_tok": 6,
+    "moe_intermediate_size": 1408, "n_shared_experts": 2, "first_k_dense_replace": 1,
+    "q_lora_rank": None, "kv_lora_rank": 512,
+}  # fmt: skip
+QWEN2_MOE = {
+    "architectures": ["Qwen2MoeForCausalLM"], "hidden_size": 2048, "num_hidden_layers": 24,
+    "num_attention_heads": 16, "num_key_value_heads": 16, "intermediate_size": 5632,
+    "vocab_size": 151936, "max_position_embeddings": 8192, "num_experts": 60,
+    "num_experts_per_tok": 4, "moe_intermediate_size": 1408,
+    "shared_expert_intermediate_size": 5632, "decoder_sparse_step": 1,
+}  # fmt: skip
+LLAMA_1B = LLAMA | {"hidden_size": 2048, "num_hidden_layers": 16, "intermediate_size": 8192,
+                    "head_dim": 64, "tie_word_embeddings": True}  # fmt: skip
+NEOX = {
+    "architectures": ["GPTNeoXForCausalLM"], "hidden_size": 6144, "num_hidden_layers": 44,
+    "num_attention_heads": 64, "intermediate_size": 24576, "vocab_size": 50432,
+    "max_position_embeddings": 2048,
+}  # fmt: skip
+PUBLISHED = {  # as each model's card counts them
+    "Llama-3.1-8B": (LLAMA, 8.03e9), "Llama-3.2-1B": (LLAMA_1B, 1.236e9),
+    "Mistral-7B": (MISTRAL, 7.24e9), "Mixtral-8x7B": (MIXTRAL, 46.7e9),
+    "Qwen2.5-0.5B": (QWEN2, 0.494e9), "Qwen1.5-MoE-A2.7B": (QWEN2_MOE, 14.3e9),
+    "Qwen3-235B": (QWEN3, 235.1e9), "DeepSeek-V2-Lite": (V2_LITE, 15.7e9),
+    "DeepSeek-V3": (DEEPSEEK, 671e9), "GPT-2": (GPT2, 124e6), "GPT-NeoX-20B": (NEOX, 20.6e9),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameters_are_as_many_as_published(tmp_path: Path, name: str):
+    config, count = PUBLISHED[name]
+    found = Model.from_config(written(tmp_path, config))
+    assert found.parameters == pytest.approx(count, rel=0.006)
+
+
+def test_a_tied_embedding_counts_once(tmp_path: Path):
+    tied = Model.from_config(written(tmp_path, LLAMA_1B))
+    apart = replace(tied, tied=False)
+    embedding = 128256 * 2048
+    assert apart.parameters - tied.parameters == embedding
+    assert apart.multiplied == tied.multiplied == tied.parameters
+    # a GPU of one stage has it once; the first and the last stage one each
+    one, two = ([step_of(model, Layout(pp=pp))._stage_parameters(0)[0] for model in (tied, apart)]
+                for pp in (1, 2))  # fmt: skip
+    assert one[1] - one[0] == embedding and two[1] == two[0]
+    assert predict(tied, Layout(dp=8)).seconds < predict(apart, Layout(dp=8)).seconds
+
+
+def step_of(model: Model, layout: Layout) -> Step:
+    network = Network(machine_of("test", "h100-8"), Fabric())
+    return Step(Layers(model, layout, network, "none"))
+
+
+def pairs(length: int, window: int) -> int:
+    return sum(min(i + 1, window) for i in range(length))
+
+
+def test_windows(tmp_path: Path):
+    every = Model.from_config(written(tmp_path, MISTRAL))
+    assert (every.window, every.windowed) == (4096, 32)
+    assert every.attended(8192) == pytest.approx(2 * pairs(8192, 4096), rel=1e-3)
+    assert every.attended(4096) == replace(every, window=0, windowed=0).attended(4096) == 4096**2
+    none = Model.from_config(written(tmp_path, QWEN2))
+    assert (none.window, none.windowed) == (0, 0)
+    some = Model.from_config(
+        written(tmp_path, QWEN2 | {"use_sliding_window": True, "sliding_window": 1024})
+    )
+    assert (some.window, some.windowed) == (1024, 3)
+    want = (21 * pairs(8192, 8192) + 3 * pairs(8192, 1024)) / 24
+    assert some.attended(8192) == pytest.approx(2 * want, rel=1e-3)
+    named = MISTRAL | {"layer_types": ["sliding_attention", "full_attention"] * 16}
+    assert Model.from_config(written(tmp_path, named)).windowed == 16
+    assert predict(every, Layout()).seconds < predict(replace(every, window=0, windowed=0),
+                                                      Layout()).seconds  # fmt: skip
+
+
+def test_latent_attention_without_a_rank_of_queries(tmp_path: Path):
+    """Queries are made of the hidden state, head by head, and so shared out over ranks."""
+    model = Model.from_config(written(tmp_path, V2_LITE))
+    assert model.attention_weights == (
+        (2048, 512 + 64), (2048, 16 * 192), (512, 2 * 16 * 128), (16 * 128, 2048)
+    )  # fmt: skip
+    seconds = [predict(model, Layout(tp=tp)).seconds for tp in (1, 2)]
+    assert seconds[1] < seconds[0]
+
+
+def test_heads_of_keys_over_ranks(tmp_path: Path):
+    config = LLAMA | {"num_attention_heads": 24, "num_key_value_heads": 6, "head_dim": 128}
+    model = Model.from_config(written(tmp_path, config))
+    for tp in (1, 2, 6, 12):
+        Layout(tp=tp).fits(replace(model, ffn=14400, sequence=8184))
+    for tp in (4, 8):
+        with pytest.raises(InputError, match=f"tp must be a divisor of the 6 kv heads .* got {tp}"):
+            Layout(tp=tp).fits(model)
+
+
+ODD: tuple[Any, ...] = (
+    None, True, False, "", "32", [], [1], {}, {"a": [1]}, 0, -1, 1, 7, 10**30, 2**24, 1e30, 0.5,
+    float("nan"), float("inf"), -(10**400),
+)  # fmt: skip
+
+
+def test_any_config_is_predicted_or_refused(tmp_path: Path):
+    """Each key is left out, or has each odd value; what is refused names a key."""
+    refused = predicted = 0
+    configs = {name: config for name, (config, _) in PUBLISHED.items()}
+    for config in configs.values():
+        keys = [*config, "tie_word_embeddings", "sliding_window", "layer_types", "head_dim",
+                "_name_or_path"]  # fmt: skip
+        changed = [config | {key: odd} for key in keys for odd in ODD]
+        changed += [{k: v for k, v in config.items() if k != key} for key in keys]
+        for each in changed:
+            path = tmp_path / "config.json"
+            path.write_text(json.dumps(each))
+            try:
+                found = predict(path, Layout(tp=2, dp=4), overlap="none")
+                assert math.isfinite(found.seconds) and found.seconds > 0, each
+                assert math.isfinite(found.flop_per_s) and found.flop_per_s > 0, each
+                predicted += 1
+            except CounterpointError as error:
+                said = str(error)
+                assert said.startswith("Layout") or any(
+                    f"config.json: {key} must be" in said for key in (*keys, "path")
+                ), said
+                refused += 1
+    assert refused > 500 and predicted > 200, (refused, predicted)
 
 
 def test_files_that_are_no_config(tmp_path: Path):

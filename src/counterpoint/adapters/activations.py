@@ -44,7 +44,7 @@ from counterpoint.adapters.operands import (
 )
 from counterpoint.adapters.rewriter import Rewriter
 from counterpoint.choose.by_model import by_model
-from counterpoint.choose.known import load
+from counterpoint.choose.known import released
 from counterpoint.machine import Machine
 from counterpoint.ops import all_gather_matmul
 from counterpoint.problem import GATED, Problem
@@ -273,7 +273,7 @@ def _machine(device: torch.device, ranks: int) -> Machine | None:
     """What every rank knows of these GPUs without asking the others."""
     if device.type != "cuda":
         return None
-    return load(torch.cuda.get_device_name(device), ranks, torch.__version__, folder=None).machine
+    return released(torch.cuda.get_device_name(device), ranks)
 
 
 @cache

@@ -1,17 +1,18 @@
 """What is known of a machine: its measured costs and the plans tuned on it, from files.
 
-Two files for each kind of GPU and number of ranks, JSON, in the cache folder; costs that were
-measured when the library was released come with it. A file that is damaged, of another machine or
-of another version is ignored with a warning, never executed, never an error.
+JSON files in the cache folder, each with the `Place` that its content was measured in; costs that
+were measured when the library was released come with it. A file that is damaged, or of another
+place, is ignored with a warning, never executed, never an error.
 """
 
 import fcntl
 import json
 import os
+import re
 import tempfile
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,23 +23,64 @@ from counterpoint.machine_of import shipped, slug
 from counterpoint.presets import preset_of
 from counterpoint.problem import Problem
 
-FORMAT = 1
 CPU = "cpu"  # in place of a GPU's name
+# variables that change what is measured: not those that say where files are, what is logged, how
+# long to wait, or which rank this is
+CHANGES = re.compile(
+    r"(NCCL|TORCH_SYMM_MEM|CUBLAS|CUBLASLT|GLOO|COUNTERPOINT)_"
+    r"(?!ASYNC_ERROR|CACHE|COMMIT|COMM_ID|DEBUG|HOSTID|ISLAND|LOG|TIMEOUT)|"
+    r"CUDA_(DEVICE_MAX_CONNECTIONS|LAUNCH_BLOCKING|MPS_|SCALE_LAUNCH_QUEUES)|"
+    r"NVIDIA_TF32|TORCH_ALLOW_TF32|TORCH_NCCL_HIGH_PRIORITY|TRITON_(DEFAULT_FP|INTERPRET|PTXAS)"
+)
+
+
+def environment() -> dict[str, str]:
+    """The variables of this process that change what is measured."""
+    return {name: os.environ[name] for name in sorted(os.environ) if CHANGES.match(name)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where something is measured: all that its times depend on besides what is timed.
+
+    A file says which place it is of, and is of no other.
+
+    Args:
+        gpu: as the driver says it, or CPU.
+        ranks: of the group.
+        islands: that the ranks are on.
+        versions: of all that runs, by name.
+        environment: variables that change what is measured.
+    """
+
+    gpu: str
+    ranks: int
+    islands: int = 1
+    versions: Mapping[str, str] = field(default_factory=dict[str, str])
+    environment: Mapping[str, str] = field(default_factory=environment)
+
+    def facts(self) -> dict[str, object]:
+        """All of it, as a file has it."""
+        return {
+            "gpu": self.gpu, "ranks": self.ranks, "islands": self.islands,
+            "versions": dict(self.versions), "environment": dict(self.environment),
+        }  # fmt: skip
 
 
 class Kind(NamedTuple):
-    """A kind of file of what was tuned: what its name begins with, its format, where entries are.
+    """A kind of file: what its name begins with, its format, and the field of its content."""
 
-    An entry has "spec", and what was measured.
-    """
-
-    name: str
+    begins: str
     format: int
-    entries: str
+    content: str
 
 
-PLANS = Kind("tuned", 2, "plans")  # specs of format 1 have words that are gone
-CONTROLS = Kind("controls", 1, "controls")
+MACHINE = Kind("", 2, "machine")
+# an entry has "spec", and what was measured
+PLANS = Kind("tuned-", 3, "plans")
+CONTROLS = Kind("controls-", 2, "controls")
+# fields of a problem that no time depends on, or that are not equal in each call
+FREE = ("scratch_bytes_limit", "indices", "eps", "scale")
 
 
 @dataclass(frozen=True)
@@ -67,77 +109,79 @@ def cache_folder() -> Path:
 
 
 def problem_key(problem: Problem) -> str:
-    """The problem as text, the same for equal problems, whatever indices or memory they have."""
-    return str(replace(problem, scratch_bytes_limit=0, indices=()))
+    """The problem as text: all fields that times depend on."""
+    told = ((f.name, getattr(problem, f.name), f.default) for f in fields(problem))
+    some = (f"{name} {value}" for name, value, default in told if value != default)
+    return ", ".join(text for text in some if text.split()[0] not in FREE)
 
 
-def load(
-    gpu: str, ranks: int, torch_version: str, *, folder: Path | str | None = "cache"
-) -> Knowledge:
-    """What is known of `ranks` GPUs of that name.
+def load(place: Place, folder: Path | None = None) -> Knowledge:
+    """What is known of a place.
 
     Args:
-        gpu: as the driver says it.
-        torch_version: tuned plans are those of one version of torch, and so of its libraries.
-        folder: of the files; "cache" is `cache_folder()`, None only what came with the library.
+        place: where plans are to run.
+        folder: of the files; None: `cache_folder()`.
 
     Returns:
         The measured machine, else the datasheet's, else None; and tuned plans.
     """
-    where = cache_folder() if folder == "cache" else Path(folder) if folder else None
-    machine = _machine(where, gpu, ranks) if where else None
-    plans = _kept(PLANS, (gpu, ranks, torch_version), where) if where else {}
-    machine = machine or shipped(gpu, ranks) or preset_of(gpu, min(ranks, 8))
+    plans = _kept(PLANS, place, folder)
+    machine = _machine(place, folder) or released(place.gpu, place.ranks)
     return Knowledge(machine, {key: entry["spec"] for key, entry in plans.items()})
 
 
-def save_machine(machine: Machine, gpu: str, ranks: int, folder: Path | None = None) -> Path:
+def released(gpu: str, ranks: int) -> Machine | None:
+    """What the library itself has of so many GPUs: measured, else from the datasheet."""
+    return shipped(gpu, ranks) or preset_of(gpu, min(ranks, 8))
+
+
+def save_machine(machine: Machine, place: Place, folder: Path | None = None) -> Path:
     """Keep a measured machine for later; returns the file."""
-    content = {"format": FORMAT, "gpu": gpu, "ranks": ranks}
-    content["machine"] = json.loads(machine.to_json())
-    return _write((folder or cache_folder()) / f"{slug(gpu, ranks)}.json", content)
+    path, facts = file_of(MACHINE, place, folder)
+    return _write(path, {**facts, MACHINE.content: json.loads(machine.to_json())})
 
 
 def save_tuned(
-    problem: Problem, entry: Mapping[str, Any], gpu: str, torch_version: str,
-    folder: Path | None = None,
-) -> Path:  # fmt: skip
+    problem: Problem, entry: Mapping[str, Any], place: Place, folder: Path | None = None
+) -> Path:
     """Keep the plan tuned for `problem`: `entry` has "spec" and what was measured."""
-    place = (gpu, problem.ranks, torch_version)
     return _keep(PLANS, problem_key(problem), entry, place, folder)
 
 
-def load_controls(
-    key: str, gpu: str, ranks: int, torch_version: str, folder: Path | None = None
-) -> dict[str, Any] | None:
+def load_controls(key: str, place: Place, folder: Path | None = None) -> dict[str, Any] | None:
     """What `save_controls` kept under `key`, if anything."""
-    return _kept(CONTROLS, (gpu, ranks, torch_version), folder).get(key)
+    return _kept(CONTROLS, place, folder).get(key)
 
 
 def save_controls(
-    key: str, entry: Mapping[str, Any], gpu: str, ranks: int, torch_version: str,
-    folder: Path | None = None,
-) -> Path:  # fmt: skip
+    key: str, entry: Mapping[str, Any], place: Place, folder: Path | None = None
+) -> Path:
     """Keep the controls tuned for a pipeline: `entry` has "spec" and what was measured."""
-    return _keep(CONTROLS, key, entry, (gpu, ranks, torch_version), folder)
+    return _keep(CONTROLS, key, entry, place, folder)
+
+
+def file_of(kind: Kind, place: Place, folder: Path | None = None) -> tuple[Path, dict[str, object]]:
+    """The file of a place, and what it must say of itself."""
+    where = f"-on-{place.islands}-islands" if place.islands > 1 else ""
+    name = f"{kind.begins}{slug(place.gpu, place.ranks)}{where}.json"
+    return (folder or cache_folder()) / name, {"format": kind.format, **place.facts()}
 
 
 def _keep(
-    kind: Kind, key: str, entry: Mapping[str, Any], place: tuple[str, int, str],
-    folder: Path | None,
-) -> Path:  # fmt: skip
+    kind: Kind, key: str, entry: Mapping[str, Any], place: Place, folder: Path | None
+) -> Path:
     """Put an entry into its file, one process after another.
 
     A folder that cannot be written to is a warning, once: what was tuned holds in this process.
     """
-    path, facts = _file(kind, place, folder)
+    path, facts = file_of(kind, place, folder)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = os.open(path.parent, os.O_RDONLY)
         try:  # on the folder: the file is replaced, and a lock would go with it
             fcntl.flock(lock, fcntl.LOCK_EX)
             entries = {**_kept(kind, place, folder), key: dict(entry)}
-            _write(path, {**facts, kind.entries: entries})
+            _write(path, {**facts, kind.content: entries})
         finally:
             os.close(lock)
     except OSError as error:
@@ -145,37 +189,26 @@ def _keep(
     return path
 
 
-def _kept(
-    kind: Kind, place: tuple[str, int, str], folder: Path | None
-) -> dict[str, dict[str, Any]]:
-    """The entries of a file; none where it is none of that place."""
-    path, wants = _file(kind, place, folder)
-    found = (_read(path, wants) or {}).get(kind.entries)
+def _kept(kind: Kind, place: Place, folder: Path | None) -> dict[str, dict[str, Any]]:
+    """The entries of a file; none where it is of another place."""
+    path, wants = file_of(kind, place, folder)
+    found = (_read(path, wants) or {}).get(kind.content)
     entries = found.values() if isinstance(found, dict) else [found]
     if found is None:
         return {}
     if not all(isinstance(e, dict) and isinstance(e.get("spec"), str) for e in entries):
-        _ignore(path, f"is damaged: its {kind.entries} have no spec")
+        _ignore(path, f"is damaged: its {kind.content} have no spec")
         return {}
     return found
 
 
-def _file(
-    kind: Kind, place: tuple[str, int, str], folder: Path | None
-) -> tuple[Path, dict[str, object]]:
-    """The file of a GPU's name, a number of ranks and a version of torch; and what it is for."""
-    gpu, ranks, torch_version = place
-    path = (folder or cache_folder()) / f"{kind.name}-{slug(gpu, ranks)}.json"
-    return path, {"format": kind.format, "gpu": gpu, "ranks": ranks, "torch": torch_version}
-
-
-def _machine(folder: Path, gpu: str, ranks: int) -> Machine | None:
-    path = folder / f"{slug(gpu, ranks)}.json"
-    content = _read(path, {"format": FORMAT, "gpu": gpu, "ranks": ranks})
+def _machine(place: Place, folder: Path | None) -> Machine | None:
+    path, wants = file_of(MACHINE, place, folder)
+    content = _read(path, wants)
     if content is None:
         return None
     try:
-        machine = Machine.from_json(json.dumps(content["machine"]))
+        machine = Machine.from_json(json.dumps(content[MACHINE.content]))
     except (CounterpointError, KeyError, OverflowError) as error:
         return _ignore(path, f"is damaged: {error}")
     known = machine.measured or machine.nic
@@ -183,7 +216,7 @@ def _machine(folder: Path, gpu: str, ranks: int) -> Machine | None:
 
 
 def _read(path: Path, wants: Mapping[str, object]) -> dict[str, Any] | None:
-    """The JSON object in `path`, if it is there and for this machine."""
+    """The JSON object in `path`, if it is there and of that place."""
     try:
         content = json.loads(path.read_text())
     except FileNotFoundError:
@@ -192,10 +225,20 @@ def _read(path: Path, wants: Mapping[str, object]) -> dict[str, Any] | None:
         return _ignore(path, f"is damaged: {error}")
     if not isinstance(content, dict):
         return _ignore(path, "is damaged: no JSON object")
-    for name, want in wants.items():
-        if content.get(name) != want:
-            return _ignore(path, f"is for {name} {content.get(name)!r}, this is {want!r}")
+    said, wanted = _flat(content, wants), _flat(wants, wants)
+    for name in (*wanted, *said):
+        if said.get(name) != wanted.get(name):
+            return _ignore(path, f"is for {name} {said.get(name)!r}, this is {wanted.get(name)!r}")
     return content
+
+
+def _flat(facts: Mapping[str, Any], names: Mapping[str, object]) -> dict[str, object]:
+    """The facts of those names, each version and each variable by itself."""
+    found: dict[str, object] = {}
+    for name in names:
+        value = facts.get(name)
+        found |= value if isinstance(value, dict) else {name: value}
+    return found
 
 
 def _ignore(path: Path, why: str) -> None:

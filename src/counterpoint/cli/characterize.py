@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from counterpoint.choose.known import CPU, save_machine
+from counterpoint.choose.known import Place, save_machine
 from counterpoint.cli.launch import gloo_group, nccl_group, too_few_gpus, torchrun, under_torchrun
 from counterpoint.cli.show import table
 from counterpoint.costs import Costs
@@ -20,6 +20,8 @@ from counterpoint.errors import InputError
 from counterpoint.machine import Machine
 from counterpoint.measure import record
 from counterpoint.measure.characterize import characterize as measure
+from counterpoint.ops.place import place_of
+from counterpoint.runtime.workspace import workspace_of
 
 ROUNDS = {True: 7, False: 3}  # of a full and of a quick run
 
@@ -63,8 +65,8 @@ def characterize(*, full: bool, ranks: int, out: Path | None, rows: Path | None)
                 console.print(f"to other islands: {rate:.3g} GB/s, {start_us:.0f} us")
             console.print(f"{machine.source}, in {time.monotonic() - start_s:.0f} s")
         if first:
-            name = torch.cuda.get_device_name(device) if gpus else CPU
-            _save(console, machine, name, group.size(), out)
+            islands = workspace_of(group, device).islands.number
+            _save(console, machine, place_of(device, group.size(), islands), out)
             if rows is not None:
                 record.append(rows, measured)
                 console.print(f"{len(measured)} rows added to {rows}", soft_wrap=True)
@@ -104,12 +106,12 @@ def meanings() -> dict[str, str]:
     return {name: " ".join(meaning.split()) for name, meaning in found}
 
 
-def _save(console: Console, machine: Machine, gpu: str, ranks: int, out: Path | None) -> None:
+def _save(console: Console, machine: Machine, place: Place, out: Path | None) -> None:
     if out is None:
-        path = save_machine(machine, gpu, ranks)
+        path = save_machine(machine, place)
         console.print(f'plan="auto" goes by it from the next process on. It is kept in {path}: '
                       "delete it to undo.", soft_wrap=True)  # fmt: skip
         return
     with tempfile.TemporaryDirectory(dir=out.parent) as folder:
-        save_machine(machine, gpu, ranks, Path(folder)).replace(out)
+        save_machine(machine, place, Path(folder)).replace(out)
     console.print(f"written to {out}; see `counterpoint plan --machine`", soft_wrap=True)

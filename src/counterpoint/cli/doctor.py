@@ -18,6 +18,7 @@ from counterpoint import __version__
 from counterpoint.choose.known import cache_folder, load
 from counterpoint.errors import CounterpointError
 from counterpoint.measure import record
+from counterpoint.ops.place import place_of
 from counterpoint.runtime import driver, symmetric_cuda
 from counterpoint.versions import untried
 
@@ -91,7 +92,7 @@ def _known(gpus: list[dict[str, Any]]) -> dict[str, Any]:
         "folder": str(cache_folder()), "machine": None, "measured": False, "tuned_plans": 0,
     }  # fmt: skip
     if len(gpus) > 1:
-        known = load(gpus[0]["name"], len(gpus), torch.__version__)
+        known = load(place_of(torch.device("cuda", 0), len(gpus)))
         facts["tuned_plans"] = len(known.tuned)
         if known.machine is not None:
             facts["machine"] = known.machine.source

@@ -12,19 +12,20 @@ from rich.console import Console
 from rich.table import Table
 
 from counterpoint.choose.choice import Candidate, Choice
-from counterpoint.choose.known import cache_folder
+from counterpoint.choose.known import PLANS, file_of
 from counterpoint.cli.launch import nccl_group, too_few_gpus, torchrun, under_torchrun
 from counterpoint.cli.problems import problem_of
 from counterpoint.cli.show import candidates, progress, us
 from counterpoint.errors import InputError
-from counterpoint.machine_of import slug
 from counterpoint.measure import record
 from counterpoint.measure.tune import tune as measure
 from counterpoint.model.estimate import predicted_s, source
 from counterpoint.ops.auto import known_tiles
+from counterpoint.ops.place import place_of
 from counterpoint.plan.families import build
 from counterpoint.problem import DType, Problem
 from counterpoint.runtime.ranks import spawn
+from counterpoint.runtime.workspace import workspace_of
 
 CPU_TIMEOUT_S = 600.0
 ON_CPU_RANKS = "counterpoint tune --op all_gather_matmul --shape 512,256,256 --ranks 2"
@@ -88,8 +89,8 @@ def _on_gpu(cases: Sequence[Case], rounds: int, out: Path | None) -> int:
         console = Console(highlight=False, quiet=not first)
         rows = _all(cases, rounds, group, device, console)
         if first:
-            gpu = torch.cuda.get_device_name(device)
-            path = cache_folder() / f"tuned-{slug(gpu, group.size())}.json"
+            islands = workspace_of(group, device).islands.number
+            path, _ = file_of(PLANS, place_of(device, group.size(), islands))
             console.print(f'plan="auto" takes these from now on. They are kept in {path}: '
                           "delete it to undo.", soft_wrap=True)  # fmt: skip
             _record(out, rows, console)

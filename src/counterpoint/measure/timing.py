@@ -192,7 +192,9 @@ def host_s(arm: Arm, *, group: dist.ProcessGroup, calls: int = 30) -> float:
     start_s = time.perf_counter()
     for _ in range(calls):
         arm()
-    taken = torch.tensor((time.perf_counter() - start_s) / calls, device="cuda")
+    taken = torch.tensor(
+        (time.perf_counter() - start_s) / calls, dtype=torch.float32, device="cuda"
+    )
     torch.cuda.synchronize()
     dist.all_reduce(taken, op=dist.ReduceOp.MAX, group=group)
     return taken.item()

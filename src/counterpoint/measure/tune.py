@@ -20,6 +20,7 @@ from counterpoint.measure import record
 from counterpoint.measure.timing import captured, rotate
 from counterpoint.ops.auto import knowledge_of
 from counterpoint.ops.check import check_device, check_group
+from counterpoint.ops.place import place_of
 from counterpoint.ops.samples import Sample, sample_of
 from counterpoint.plan.families import parse
 from counterpoint.presets import preset
@@ -165,8 +166,8 @@ def _remember(choice: Choice, workspace: Workspace, *, save: bool) -> None:
         facts = record.environment()
         entry = {"spec": choice.spec, "seconds": choice.seconds, "serial_s": choice.serial_s,
                  "date": facts["date"], "commit": facts["commit"]}  # fmt: skip
-        gpu = torch.cuda.get_device_name(workspace.device)
-        save_tuned(problem, entry, gpu, torch.__version__)
+        place = place_of(workspace.device, problem.ranks, workspace.islands.number)
+        save_tuned(problem, entry, place)
     known = knowledge_of(workspace)
     tuned = {**known.tuned, problem_key(problem): choice.spec}
     workspace.knowledge = Knowledge(known.machine, tuned)

@@ -9,15 +9,16 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any
 
 import torch
-import torch.cuda.nccl
 import torch.distributed as dist
 
-from counterpoint.choose.known import load_controls, save_controls
+from counterpoint.choose.known import Place, load_controls, save_controls
 from counterpoint.errors import CounterpointError, InputError, UnsupportedError
 from counterpoint.measure.settings import Bench, space_of
+from counterpoint.ops.place import place_of
 from counterpoint.resources import search
 from counterpoint.resources.controls import MODES, OFF, TRANSPORTS, Controls, Mode
 from counterpoint.resources.pipeline import Pipeline
@@ -140,17 +141,17 @@ def tune(
         raise UnsupportedError(
             f"tune: measures, and needs NVIDIA GPUs for it; the pipeline is on {pipeline.device}"
         )
-    place = (
-        _key(pipeline, mode, space), torch.cuda.get_device_name(pipeline.device),
-        dist.get_world_size(pipeline.group), torch.__version__,
-    )  # fmt: skip
+    key = _key(pipeline, mode, space)
+    place = place_of(
+        pipeline.device, dist.get_world_size(pipeline.group), pipeline.workspace.islands.number
+    )
     known = None
     if remember:  # rank 0's word counts: other hosts may have other files
-        known = gather_object(_remembered(*place), pipeline.group)[0]
+        known = gather_object(_remembered(key, place), pipeline.group)[0]
     remembered = known is not None
     found = known or _search(pipeline, mode, space, budget_s, progress)
     if remember and not remembered and pipeline.group.rank() == 0:
-        save_controls(place[0], _written(found), *place[1:])
+        save_controls(key, _written(found), place)
     runner = (Captured if mode == "graph" else Eager)(pipeline, found.best)
     return Tuned(pipeline, mode, found, remembered, runner.__enter__())
 
@@ -180,21 +181,27 @@ def _search(
 
 
 def _key(pipeline: Pipeline, mode: Mode, space: Space | None) -> str:
-    """What a search is remembered by: what was searched, and in which memory and by which NCCL."""
+    """What a search is remembered by: what was searched, and in which memory."""
     able = [transport for transport in TRANSPORTS[1:] if not refusal(pipeline, transport)]
     kernels = sorted(
         {triton_footprint(k).name for s in pipeline.stages if isinstance(s, Compute)
          for k in s.kernels}
     )  # fmt: skip
     codes = [_code(s.call) for s in pipeline.stages if isinstance(s, Compute)]
-    facts = f"{space} {able} {kernels} {codes} nccl {torch.cuda.nccl.version()}"
+    facts = f"{space} {able} {kernels} {codes}"
     return f"{mode} {pipeline.key()} {hashlib.sha256(facts.encode()).hexdigest()[:8]}"
 
 
 def _code(call: Callable[[], object]) -> tuple[object, ...]:
     """What a stage's call does, as far as its code says."""
     code: Any = getattr(call, "__code__", None)
-    return (code.co_code, code.co_names) if code else (getattr(call, "__qualname__", ""),)
+    return _told(code) if code else (getattr(call, "__qualname__", ""),)
+
+
+def _told(code: CodeType) -> tuple[object, ...]:
+    """A function's code and its constants, functions within it likewise."""
+    consts = (_told(each) if isinstance(each, CodeType) else repr(each) for each in code.co_consts)
+    return code.co_code, code.co_names, tuple(consts)
 
 
 def _written(found: Found) -> dict[str, Any]:
@@ -207,9 +214,9 @@ def _written(found: Found) -> dict[str, Any]:
             "refused": dict(found.refused), "timed_out": found.timed_out}  # fmt: skip
 
 
-def _remembered(key: str, gpu: str, ranks: int, torch_version: str) -> Found | None:
+def _remembered(key: str, place: Place) -> Found | None:
     """What `_written` wrote; None if there is nothing, or it is of another version."""
-    known = load_controls(key, gpu, ranks, torch_version)
+    known = load_controls(key, place)
     if known is None:
         return None
     try:

@@ -134,12 +134,13 @@ class ShardedEmbeddingBags(Grouped):
         for state in self._sums():
             state.zero_()
         if self.fused_optimizer is not None:
-            self._rates.copy_(torch.tensor(self.fused_optimizer.rates))
+            self._rates.copy_(torch.tensor(self.fused_optimizer.rates, dtype=torch.float32))
 
     def fuse_optimizer(self, optimizer: FusedOptimizer) -> Self:
         """Have the backward update the rows that were named, and make no gradients of tables.
 
-        Each backward is then a step: gradients of several are not added up, and a GradScaler is not
+        Each backward is then a step by the sum of all calls in it, eager: a compiled graph has one
+        call. Gradients of several backwards are not added up, and a GradScaler is not
         taken into account. Tables ask for no gradient any more, and are for no other optimizer. The
         state of `RowWiseAdagrad`, zero at first, is buffers table_t_sum [rows], fp32, in the
         state_dict. On GPUs the exchange of gradients and the update run beside what autograd runs

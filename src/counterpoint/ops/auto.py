@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from counterpoint.choose.by_model import by_model, candidates, part_rows
-from counterpoint.choose.known import CPU, Knowledge, load, problem_key
+from counterpoint.choose.known import Knowledge, load, problem_key, released
 from counterpoint.costs import NO_TILES, Tiles
 from counterpoint.errors import CounterpointWarning, InputError
+from counterpoint.ops.place import place_of
 from counterpoint.plan.families import build
 from counterpoint.problem import Problem
 from counterpoint.runtime.device_limits import refused_in
@@ -71,11 +72,11 @@ def knowledge_of(workspace: Workspace) -> Knowledge:
         if not on_gpu and workspace.islands.number == 1:
             workspace.knowledge = Knowledge(None, {})
             return workspace.knowledge
-        name = torch.cuda.get_device_name(workspace.device) if on_gpu else CPU
+        place = place_of(workspace.device, ranks, workspace.islands.number)
         if on_gpu and torch.cuda.is_current_stream_capturing():
             # ranks cannot talk now: what the package has is equal on all of them
-            return Knowledge(load(name, ranks, torch.__version__, folder=None).machine, {})
-        mine = load(name, ranks, torch.__version__) if workspace.rank == 0 else None
+            return Knowledge(released(place.gpu, ranks), {})
+        mine = load(place) if workspace.rank == 0 else None
         told = workspace.gather(mine and mine.to_json())[0]
         workspace.knowledge = Knowledge.from_json(str(told))
     return workspace.knowledge

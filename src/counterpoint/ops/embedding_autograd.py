@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from counterpoint.errors import InputError
 from counterpoint.ops.call import num_dispatch_modes
 from counterpoint.ops.embedding_call import Ready
 from counterpoint.ops.embedding_exchange import Sent, exchange
@@ -24,9 +23,8 @@ from counterpoint.ops.embedding_gradients import (
     table_gradients,
     weight_gradient,
 )
-from counterpoint.ops.embedding_updates import Update, update_beside, update_in_order
+from counterpoint.ops.embedding_updates import Update, Use, apply_use, refuse_second
 from counterpoint.ops.register import refuse_double, register
-from counterpoint.plan.embedding_bag_all_to_all import OP
 
 TRAINED = attrgetter("requires_grad")
 # asks for a gradient on behalf of tables of other ranks
@@ -95,6 +93,8 @@ def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     needed = Needed(need, need_weights, need_anchor)
     ops: Any = torch.ops.counterpoint
     if kind:
+        if type(rates) is not Tensor:  # a graph is traced
+            refuse_second(rates)
         done, dw = ops.embedding_bag_update(
             dy, tables, sums, rates, *pooled[1:], kind, *ctx.sent, need_weights
         )
@@ -169,7 +169,7 @@ class Eager(torch.autograd.Function):
         """Pool and exchange."""
         tables, indices, offsets, _, _, last, _, _, _, out, _ = given
         if how.update is not None:
-            ctx.step = how.update.steps.count
+            ctx.use = Use(how.update.steps)
         y = ready(tables, indices, offsets, weights, last, placed, out)
         saved = tables if weights is not None and how.update is None else ()
         ctx.save_for_backward(indices, offsets, weights, anchor, *saved)
@@ -192,7 +192,7 @@ class Eager(torch.autograd.Function):
         sparse, update = ctx.how
         grads: Sequence[Tensor | None] = ()
         if update is not None:
-            dw = _updated(ctx.step, update, dy, pooled, ctx.sent, needed)
+            dw = apply_use(ctx.use, update, dy.detach(), pooled, ctx.sent, of_weights=need_weights)
         else:
             # the operator refuses a gradient of the gradient
             seen = torch.is_grad_enabled() or torch.compiler.is_compiling() or num_dispatch_modes()
@@ -200,27 +200,6 @@ class Eager(torch.autograd.Function):
             grads, dw, _ = _gradients(find, dy, ctx.sent, pooled, needed, sparse=sparse)
         own = [g for g, trained in zip(grads, ctx.trained, strict=False) if trained]
         return *[None] * 4, dw, _nothing(dy, anchor, needed), *own
-
-
-def _updated(
-    step: int, update: Update, dy: Tensor, pooled: Lookups, sent: Sent, needed: Needed
-) -> Tensor | None:
-    """Update the tables; the gradient of weights is of their values before.
-
-    Raises:
-        InputError: tables have been updated since the forward.
-    """
-    steps = update.steps
-    if steps.count != step:
-        got = f"tables that {steps.count - step} updates have changed since the forward"
-        fix = "a fused optimizer cannot add up gradients of several calls"
-        raise InputError(OP, "backward", want="one for each forward, before the next one", got=got,
-                         fix=fix)  # fmt: skip
-    steps.count += 1
-    if needed.weights:
-        return update_in_order(update, dy.detach(), pooled, sent, of_weights=True)
-    update_beside(update, dy.detach(), pooled, sent)
-    return None
 
 
 def _fake(*given: Any) -> list[Tensor]:

@@ -48,7 +48,9 @@ class Lookups(NamedTuple):
 def entries_of(offsets: Tensor, num_indices: int, *, last: bool) -> Entries:
     """Which bag each index is in."""
     bounds = bounds_of(offsets, num_indices, last=last)
-    sizes = bounds.diff()
+    sizes = bounds[1:] - bounds[:-1]
+    if not num_indices:  # there may be no bag to repeat, either
+        return Entries(bounds.new_empty(0), sizes, bounds)
     return Entries(torch.repeat_interleave(sizes, output_size=num_indices), sizes, bounds)
 
 
@@ -82,6 +84,8 @@ def pooled_on_cpu(
     for i, (table, part) in enumerate(zip(tables, parts, strict=True)):
         own = bounds[i * num_bags + some.start :][: len(some) + 1]
         start, stop = own[[0, -1]].tolist()
+        if start == stop:
+            continue
         rows, own = indices[start:stop].long(), own - start
         scales = None if weights is None else weights[start:stop].float()
         if table.dtype == torch.float32:
@@ -89,7 +93,7 @@ def pooled_on_cpu(
             part.copy_(embedding_bag(rows, table, own, None, 2.0, False, mode, False, scales, True))
             continue
         # torch rounds sums of 16 bits before it divides them
-        sizes = own.diff()
+        sizes = own[1:] - own[:-1]
         if mean:
             scales = torch.repeat_interleave(1.0 / sizes.clamp(min=1).float(), sizes)
         bags = torch.repeat_interleave(torch.arange(len(some)), sizes)
@@ -204,7 +208,8 @@ def _named_by_kernel(slices: Sequence[Slice], pooled: Lookups) -> list[tuple[Ten
     entries = sorted_by_row(pooled, written, len(slices[0].dy))
     # the one wait for the GPU: rows that are named, of each table
     names = entries.names[entries.starts[: int(entries.number)]].long()
-    edges = torch.searchsorted(names, torch.tensor(firsts).to(names.device)).tolist()
+    starts = torch.tensor(firsts, dtype=torch.int64).to(names.device)
+    edges = torch.searchsorted(names, starts).tolist()
     parts = zip(edges[:-1], edges[1:], firsts[:-1], strict=True)
     rows = [names[start:stop] - first for start, stop, first in parts]
     values = [t.new_empty(len(r), t.shape[1]) for t, r in zip(tables, rows, strict=True)]

@@ -10,12 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 from torch.autograd import Variable
 from torch.autograd.graph import increment_version
 
+from counterpoint.errors import InputError
 from counterpoint.ops.embedding_exchange import Sent, Slice, exchange
 from counterpoint.ops.embedding_gradients import (
     Lookups,
@@ -26,6 +28,7 @@ from counterpoint.ops.embedding_gradients import (
     weight_gradient,
 )
 from counterpoint.ops.register import register
+from counterpoint.plan.embedding_bag_all_to_all import OP
 from counterpoint.ranges import check
 from counterpoint.runtime.launch_embedding_gradient import Tables, tables_of
 from counterpoint.runtime.workspace import refuse_capture
@@ -91,24 +94,42 @@ class RowWiseAdagrad:
 FusedOptimizer = SGD | RowWiseAdagrad
 
 
+class Use:
+    """A forward of a module, as of how many updates its tables were."""
+
+    def __init__(self, steps: "Steps") -> None:
+        self.count = steps.count
+        steps.uses.add(self)
+
+
 class Steps:
     """Updates of the tables of one module: how many there were, and one that may be under way.
 
     Attributes:
         count: of updates that have begun.
+        uses: forwards whose backward has not come, while somebody may still ask for it.
+        waiting: uses that the backward of number `backward` updates for when it ends.
         beside: the stream of an update that nobody has waited for; None: there is none.
         tables: as kernels take them, by where they lie.
     """
 
     def __init__(self) -> None:
         self.count = 0
+        self.uses: WeakSet[Use] = WeakSet()
+        self.waiting: list[tuple[Sequence[Slice], Lookups]] = []
+        self.backward = -1
         self.beside: torch.cuda.Stream | None = None
         self.tables: dict[tuple[int, ...], Tables] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         """Of a copy, whose tables lie elsewhere."""
         self.join()
-        return {"count": self.count, "beside": None, "tables": {}}
+        return {"count": self.count}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Be that copy."""
+        self.__init__()
+        self.count = state["count"]
 
     def join(self) -> None:
         """Have the current stream wait for an update that is under way."""
@@ -148,6 +169,62 @@ class Update(NamedTuple):
     steps: Steps
 
 
+def apply_use(
+    use: Use, update: Update, dy: Tensor, pooled: Lookups, sent: Sent, *, of_weights: bool
+) -> Tensor | None:  # fmt: skip
+    """Update the tables by what a use asks for: now, or together with other uses.
+
+    Others may follow in this backward while their forwards have not seen theirs. It ends with one
+    update by the sum.
+
+    Returns:
+        The gradient of weights, of tables as they were before; None where it is not asked for.
+
+    Raises:
+        InputError: tables have been updated since the forward.
+    """
+    steps = update.steps
+    if steps.count != use.count:
+        got = f"tables that {steps.count - use.count} updates have changed since the forward"
+        fix = "a fused optimizer adds up gradients of several calls in one backward alone"
+        raise InputError(OP, "backward", want="one for all forwards since the last", got=got,
+                         fix=fix)  # fmt: skip
+    steps.uses.discard(use)
+    task = _backward_under_way()
+    if steps.uses or (steps.waiting and steps.backward == task):
+        return _wait(task, update, dy, pooled, sent, of_weights=of_weights)
+    steps.count += 1
+    if of_weights:
+        return update_in_order(update, dy, pooled, sent, of_weights=True)
+    update_beside(update, dy, pooled, sent)
+    return None
+
+
+def _wait(
+    task: int, update: Update, dy: Tensor, pooled: Lookups, sent: Sent, *, of_weights: bool
+) -> Tensor | None:  # fmt: skip
+    steps = update.steps
+    if dy.is_cuda:
+        refuse_capture("one update for several calls of a module")
+    slices = exchange(dy, sent)
+    dw = weight_gradient(slices, pooled) if of_weights else None
+    if steps.backward != task or not steps.waiting:
+        steps.backward, steps.waiting = task, []  # what another backward has left, which raised
+        engine: Any = Variable._execution_engine  # pyright: ignore
+        engine.queue_callback(lambda: _apply_waiting(update))
+    steps.waiting.append((slices, pooled))
+    return dw
+
+
+def _apply_waiting(update: Update) -> None:
+    steps = update.steps
+    waiting, steps.waiting = steps.waiting, []
+    steps.count += 1
+    steps.join()
+    _update_by_torch(update, waiting)
+    increment_version([*waiting[0][1].tables, *update.sums])
+
+
 def apply_update(update: Update, slices: Sequence[Slice], pooled: Lookups) -> None:
     """Update all rows that were named, each once: those of a slice of tables when it has come."""
     kind, rates, sums, steps = update
@@ -157,23 +234,34 @@ def apply_update(update: Update, slices: Sequence[Slice], pooled: Lookups) -> No
         entries = sorted_by_row(pooled, placed, len(slices[0].dy))
         sum_slices(placed, slices, entries, kind, rates)
     else:
-        _update_by_torch(update, slices, pooled)
+        _update_by_torch(update, [(slices, pooled)])
     increment_version([*tables, *sums])  # what autograd has saved of them is another now
 
 
 @torch.no_grad()
-def _update_by_torch(update: Update, slices: Sequence[Slice], pooled: Lookups) -> None:
-    found = list(sums_by_torch(slices, pooled))
-    if not pooled.indices.numel():
+def _update_by_torch(update: Update, uses: Sequence[tuple[Sequence[Slice], Lookups]]) -> None:
+    found = [list(sums_by_torch(*use)) for use in uses]
+    if not any(pooled.indices.numel() for _, pooled in uses):
         return
     lr, eps, scale = update.rates.tolist()
-    sums = update.sums or [None] * len(pooled.tables)
-    for table, state, (rows, g) in zip(pooled.tables, sums, found, strict=True):
+    tables = uses[0][1].tables
+    sums = update.sums or [None] * len(tables)
+    for table, state, *parts in zip(tables, sums, *found, strict=True):
+        rows, g = _added_up(parts)
         step = g.mul_(scale) * lr
         if state is not None:
             state[rows] += g.square().mean(1)
             step = step / (state[rows].sqrt() + eps)[:, None]
         table[rows] = (table[rows].float() - step).to(table.dtype)
+
+
+def _added_up(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Rows that are named by any of the parts, and the sum of each."""
+    if len(parts) == 1:
+        return parts[0]
+    names, values = (torch.cat(each) for each in zip(*parts, strict=True))
+    rows, places = torch.unique(names, return_inverse=True)
+    return rows, values.new_zeros(len(rows), values.shape[1]).index_add_(0, places, values)
 
 
 @cache
@@ -220,6 +308,37 @@ def update_in_order(
     dw = weight_gradient(slices, pooled) if of_weights else None
     apply_update(update, slices, pooled)
     return dw
+
+
+# of the backward that is traced: its number, and whose tables it updates
+_under_way: tuple[int, list[Tensor]] = -1, []
+
+
+def _backward_under_way() -> int:
+    """The number of the backward that runs; -1 outside of any."""
+    torch_c: Any = torch._C  # pyright: ignore[reportPrivateUsage]
+    return torch_c._current_graph_task_id()
+
+
+def refuse_second(rates: Tensor) -> None:
+    """Refuse a second update of one module in a backward that is traced.
+
+    Nodes of a graph cannot wait for one another's sums. Of two graphs it is torch that refuses: the
+    tables that the second has saved were changed by the first.
+
+    Raises:
+        InputError: this backward has an update by the same `rates`.
+    """
+    global _under_way
+    task = _backward_under_way()
+    if task == -1:
+        return
+    updated = _under_way[1] if _under_way[0] == task else []
+    if any(each is rates for each in updated):
+        want, got = "of one call of a module with a fused optimizer", "one of two calls"
+        fix = "call it once with all bags, or leave it out of torch.compile"
+        raise InputError(OP, "backward", want=want, got=got, fix=fix)
+    _under_way = task, [*updated, rates]
 
 
 def _update(*given: Any) -> tuple[Tensor, Tensor]:

@@ -2,10 +2,25 @@
 
 from typing import TYPE_CHECKING
 
+from counterpoint.errors import PlanError
 from counterpoint.problem import ITEM_BYTES
 
 if TYPE_CHECKING:  # a Plan asks this file
     from counterpoint.plan.steps import Buffer, Plan
+
+MAX_BYTES = 2**44  # of all buffers of a rank: more than any machine has
+
+
+def refuse_vast(plan: "Plan") -> None:
+    """Refuse a plan whose buffers no machine has memory for.
+
+    Raises:
+        PlanError: says how many bytes a rank would need.
+    """
+    needs = sum(buffer_bytes(plan, buffer) for buffer in plan.buffers)
+    if needs > MAX_BYTES:
+        problem = f"needs {needs} bytes on a rank, more than any machine has ({MAX_BYTES})"
+        raise PlanError(plan.spec, problem)
 
 
 def extent(plan: "Plan", buffer: "Buffer", rank: int) -> int:

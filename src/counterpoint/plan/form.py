@@ -3,6 +3,7 @@
 from counterpoint.errors import InputError, PlanError
 from counterpoint.plan.activated import misuse_of_activation
 from counterpoint.plan.attended import ATTENTION
+from counterpoint.plan.extents import refuse_vast
 from counterpoint.plan.families import build
 from counterpoint.plan.invariant import varies
 from counterpoint.plan.mesh import lane_for_each_peer
@@ -80,7 +81,11 @@ def check_form(plan: Plan) -> None:
 
 
 def _check_size(plan: Plan) -> None:
-    """Refuse a plan whose proof would take minutes: what is unrolled grows with ranks squared."""
+    """Refuse a plan that no machine has memory for, or whose proof would take minutes.
+
+    What is unrolled grows with ranks squared.
+    """
+    refuse_vast(plan)
     ranks = plan.problem.ranks
     split = {b.name for b in plan.buffers if b.split and b.holds != "own"}
     boxes = 0

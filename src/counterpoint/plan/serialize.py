@@ -7,6 +7,7 @@ from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any, Union, get_args, get_origin
 
 from counterpoint.errors import CounterpointError, PlanError
+from counterpoint.plan.extents import refuse_vast
 from counterpoint.ranges import Misfit, hints_of, misfit
 
 if TYPE_CHECKING:
@@ -24,7 +25,8 @@ def from_json(text: str, into: "type[Plan]") -> "Plan":
     """The plan, of class `into`, that `to_json` wrote. It has to be validated before it is run.
 
     Raises:
-        PlanError: not JSON, another format, or a field that is missing, unknown or of a wrong type.
+        PlanError: not JSON, another format, a field that is missing, unknown or of a wrong type, or
+            more memory than any machine has.
     """
     try:
         data = json.loads(text)
@@ -43,6 +45,7 @@ def from_json(text: str, into: "type[Plan]") -> "Plan":
     except CounterpointError as error:  # the Problem inside refuses its own sizes
         raise PlanError("file", str(error)) from error
     _refuse(misfit(plan, into, None, "plan"))
+    refuse_vast(plan)
     return plan
 
 

@@ -101,7 +101,9 @@ def matmuls(bounds: Sequence[BoundStep], places: Places) -> Action:
         one_launch = (last - first > 1 or every) and not some
         if chunk[1] == 1 and one_launch and here.start < here.stop and _grouped_takes(x, w):
             assert _GROUPED is not None
-            ends = _on_device(torch.tensor(edges[first + 1 : last + 1]) - here.start, x)
+            ends = _on_device(
+                torch.tensor(edges[first + 1 : last + 1], dtype=torch.int64) - here.start, x
+            )
             if every and (len(y) == total or places.plan.buffer(target).space == "scratch"):
                 # it makes a result of its own, which takes the place of the one that is there
                 del y

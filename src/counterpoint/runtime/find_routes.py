@@ -146,7 +146,7 @@ def _to_mates(ids: Tensor, blocks: Blocks) -> _InOrder:
     start, local = blocks.mates.start * blocks.local, blocks.local
     firsts = first_experts(ids - start, local, blocks.size)
     islands = torch.arange(len(blocks.rows("came")))
-    islands = islands.repeat_interleave(torch.tensor(blocks.rows("came")))
+    islands = islands.repeat_interleave(torch.tensor(blocks.rows("came"), dtype=torch.int64))
     return _in_order(firsts + islands.to(ids.device) * (blocks.size * local))
 
 

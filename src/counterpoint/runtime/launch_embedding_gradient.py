@@ -58,7 +58,7 @@ def beside(like: Tensor, numbers: Sequence[Any]) -> Tensor:
     While a graph is captured torch refuses the copy: a replay would read host memory that is gone.
     """
     later = like.is_cuda and not torch.cuda.is_current_stream_capturing()
-    return torch.tensor(numbers).to(like.device, non_blocking=later)
+    return torch.tensor(numbers, dtype=torch.int64).to(like.device, non_blocking=later)
 
 
 def sorted_entries(

@@ -5,6 +5,7 @@
 
 import io
 import multiprocessing
+import multiprocessing.spawn
 import os
 import pickle
 import signal
@@ -18,7 +19,9 @@ from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
+from multiprocessing.process import BaseProcess, current_process
+from multiprocessing.reduction import ForkingPickler
+from types import ModuleType
 from typing import Any, Literal, NamedTuple, TextIO, TypeVar, TypeVarTuple
 
 import torch
@@ -85,23 +88,28 @@ def spawn(
         The results in rank order, copied by pickle.
 
     Raises:
-        InputError: `fn` cannot be imported by name, `num_ranks` or `timeout_s` is too small.
+        InputError: `fn` cannot be imported by name, an argument cannot be pickled, `num_ranks` or
+            `timeout_s` is too small, or a rank that imports the script calls this.
         UnsupportedError: a process that has used its GPU cannot be copied.
         CounterpointError: a rank raised or died; the message holds all tracebacks.
         PeerTimeoutError: a rank did not return in time.
     """
+    if is_importing():
+        fix = 'a new process imports the script: put the call behind `if __name__ == "__main__":`'
+        raise InputError(op, "call", want="made by the script alone", got="one at import", fix=fix)
     if num_ranks < 1:
         raise InputError(op, "num_ranks", want=">= 1", got=num_ranks)
     if timeout_s <= 0:
         raise InputError(op, "timeout_s", want="> 0", got=timeout_s)
     name, notebook = fn.__qualname__, _is_of_a_notebook(op, fn)
+    call = _Call(op, fn, args)
     ranks: list[RankProcess] = []
     with tempfile.TemporaryDirectory(prefix="counterpoint-") as folder:
         place = (f"{folder}/store", timeout_s)
         try:
             with _interrupts_held_back():  # until each process is one of those that are ended
                 for rank in range(num_ranks):
-                    ranks.append(_started(notebook, place, fn, rank, num_ranks, args))
+                    ranks.append(_started(notebook, place, call, rank, num_ranks))
             outcomes = collect(ranks, timeout_s=timeout_s)
         finally:
             for rank in ranks:
@@ -134,18 +142,76 @@ def _is_of_a_notebook(op: str, fn: Callable[..., object]) -> bool:
     return False
 
 
+class _Call:
+    """What ranks are to call. A rank unpickles it itself, and so tells what is wrong with it."""
+
+    def __init__(self, op: str, fn: Callable[..., object], args: tuple[object, ...]) -> None:
+        self.op, self.given, self.pickled = op, (fn, *args), b""
+        self.main = sys.modules["__main__"]
+        # as multiprocessing would import it, before a rank could tell what that raises
+        data = multiprocessing.spawn.get_preparation_data("rank")
+        self.script = {key: data[key] for key in data if key.startswith("init_main_from_")}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Of a process that is being started: some values can be pickled for one alone."""
+        sys.modules["__main__"] = self.main
+        try:
+            pickled = bytes(ForkingPickler.dumps(self.given))
+        except Exception as error:
+            name = next(filter(self._unpicklable, range(len(self.given))), 0)
+            name = f"args[{name - 1}]" if name else "fn"
+            raise InputError(self.op, name, want="picklable", got=error) from error
+        return {**self.__dict__, "given": (), "main": None, "pickled": pickled}
+
+    def _unpicklable(self, i: int) -> bool:
+        try:
+            ForkingPickler.dumps(self.given[i])
+        except Exception:
+            return True
+        return False
+
+    def loaded(self) -> tuple[Any, ...]:
+        """The function and its arguments, for which the script is imported.
+
+        Raises:
+            InputError: this process cannot import them, or unpickle an argument.
+        """
+        if self.pickled:
+            process: Any = current_process()
+            process._inheriting = True
+            try:
+                multiprocessing.spawn.prepare(self.script)
+            finally:
+                del process._inheriting
+            try:
+                self.given = pickle.loads(self.pickled)
+            except Exception as error:
+                want = "what a new process can import, and arguments that it can unpickle"
+                raise InputError(self.op, "fn", want=want, got=error) from error
+        return self.given
+
+
+def is_importing() -> bool:
+    """Whether this is a new process that still imports the script that has started it."""
+    return getattr(current_process(), "_inheriting", False)
+
+
 def _started(
-    notebook: bool, place: tuple[str, float], fn: Callable[..., object], rank: int,
-    num_ranks: int, args: tuple[object, ...],
-) -> RankProcess:  # fmt: skip
+    notebook: bool, place: tuple[str, float], call: _Call, rank: int, num_ranks: int
+) -> RankProcess:
     """A process that is a rank: of a notebook a copy, whose one thread is all that a copy has."""
     fork, fresh = multiprocessing.get_context("fork"), multiprocessing.get_context("spawn")
     context = fork if notebook else fresh
     num_threads = 1 if notebook else max(1, len(os.sched_getaffinity(0)) // num_ranks)
     receiver, sender = context.Pipe(duplex=False)
-    call = (num_threads, fn, rank, num_ranks, args)
-    process = context.Process(target=_rank_main, args=(sender, *place, *call))
-    process.start()
+    given = sender, *place, num_threads, call, rank, num_ranks
+    process = context.Process(target=_rank_main, args=given)
+    # the script is left out of what multiprocessing has a process import before it runs
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        process.start()
+    finally:
+        sys.modules["__main__"] = call.main
     # the rank's own end must be the last one, else its death is no end of file
     sender.close()
     return RankProcess(process, receiver)
@@ -205,10 +271,9 @@ def _rank_main(
     store_path: str,
     timeout_s: float,
     num_threads: int,
-    fn: Callable[..., object],
+    call: _Call,
     rank: int,
     num_ranks: int,
-    args: tuple[object, ...],
 ) -> None:
     exit_with_parent()
     if not isinstance(sys.stdout, io.TextIOWrapper):
@@ -218,6 +283,7 @@ def _rank_main(
 
     def body() -> object:
         try:
+            fn, *args = call.loaded()
             with gloo_group(rank, num_ranks, store_path, timeout_s=timeout_s):
                 return fn(rank, num_ranks, *args)
         finally:  # the caller, once it has the outcome, kills this process
@@ -260,7 +326,11 @@ def report(connection: Connection, body: Callable[[], object]) -> None:
     # plain pickle: torch's own would send a tensor as a handle that dies with this process.
     # BaseException: a process boundary, and pytest's own outcomes derive from it
     try:
-        outcome = pickle.dumps(Outcome("ok", body()))
+        value = body()
+        try:
+            outcome = pickle.dumps(Outcome("ok", value))
+        except Exception as error:
+            raise CounterpointError(f"the result cannot be pickled: {error}") from error
     except BaseException:
         outcome = pickle.dumps(Outcome("error", traceback.format_exc()))
     connection.send_bytes(outcome)
@@ -298,10 +368,14 @@ def collect(
 
 def _receive(rank: RankProcess) -> Outcome:
     try:
-        return pickle.loads(rank.connection.recv_bytes())
+        said = rank.connection.recv_bytes()
     except (EOFError, ConnectionResetError):
         rank.process.join()
         return Outcome("dead", rank.process.exitcode)
+    try:
+        return pickle.loads(said)
+    except Exception as error:  # a process boundary: the result may do anything here
+        return Outcome("error", f"a result that cannot be unpickled: {error!r}")
 
 
 def describe_failures(outcomes: Mapping[int, Outcome]) -> str:
@@ -311,8 +385,16 @@ def describe_failures(outcomes: Mapping[int, Outcome]) -> str:
         if outcome.status == "error":
             lines.append(f"--- rank {rank} raised\n{outcome.value}".rstrip())
         elif outcome.status == "dead":
-            lines.append(f"--- rank {rank} died with exit code {outcome.value}")
+            lines.append(f"--- rank {rank} died with exit code {_exit(outcome.value)}")
     return "\n".join(lines)
+
+
+def _exit(code: int) -> str:
+    """An exit code, and what it says of the process."""
+    if code < 0:
+        known = -code in set(signal.Signals)
+        return f"{code}: killed by {signal.Signals(-code).name if known else 'a signal'}"
+    return f"{code}: it ended before it returned"
 
 
 def end(rank: RankProcess) -> None:

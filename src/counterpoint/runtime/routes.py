@@ -63,7 +63,8 @@ class Blocks:
     def packed(self) -> Tensor:
         """All of it in one row of numbers; int64."""
         head = [self.rank, self.size, self.top, self.tokens, self.ranks]
-        return torch.tensor([*head, *sum(self.firsts, []), *sum(self.over, [])])
+        numbers = [*head, *sum(self.firsts, []), *sum(self.over, [])]
+        return torch.tensor(numbers, dtype=torch.int64)
 
     def parts(self, name: str) -> int:
         """Of a block, by its rows' first experts; 1: it has none."""

@@ -75,9 +75,6 @@ def run_on_ranks(
         return _as_rank(fn, device, args)
     if "LOCAL_RANK" in os.environ:
         return _under_torchrun(fn, args, timeout_s)
-    if getattr(fn, "__module__", "") == "__mp_main__":
-        fix = 'a new process imports the script: put the call behind `if __name__ == "__main__":`'
-        raise InputError(OP, "call", want="made by the script alone", got="one at import", fix=fix)
     return spawn(_OnCpu(fn), ranks, *args, timeout_s=timeout_s, op=OP)
 
 

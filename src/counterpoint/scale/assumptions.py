@@ -77,13 +77,17 @@ def assumptions(layers: Layers) -> list[str]:
         found.append(f"layout: tokens go to experts {how if layers.routes else ONLY_SERIAL}")
     if layout.pp > 1:
         found.append(f"layout: virtual stages {layout.virtual_stages}, given: they matter a lot")
+    if model.tied and layout.pp > 1:
+        found.append("layout: the first and the last stage have the tied embedding; the sum of its "
+                     "gradients over both is not modelled")  # fmt: skip
     if layers.apart and layout.tp > 1:
         found.append("layout: gradients of inputs and of weights are operators of their own, so "
                      "neither hides communication of the other (zero-bubble)")  # fmt: skip
     unchecked = {
         "zero-bubble schedules": layers.apart,
         "experts": bool(model.experts), "context parallelism": layout.cp > 1,
-        "FSDP": layout.data_parallel_sharding == "fsdp", "latent attention": bool(model.query_rank),
+        "FSDP": layout.data_parallel_sharding == "fsdp", "latent attention": bool(model.key_rank),
+        "sliding windows": bool(model.windowed),
         "torus": bool(fabric.torus), "rails": fabric.rails,
         f"{machine.device.name}": machine.device.name not in ("A100 SXM 80GB", "H100 SXM"),
         "plans across islands": layout.tp > machine.num_devices

@@ -82,7 +82,7 @@ class Layers:
 
     def head(self) -> Both:
         """The logits and the loss, on the last stage."""
-        vocab = self.model.vocab // self.layout.tp
+        vocab = -(-self.model.vocab // self.layout.tp)
         rows, hidden = self.tokens, self.model.hidden
         loss_s = self.memory_s(constants.LOSS_BYTES.value * rows * vocab) / 2
         forward = Parts({"matmuls": self.matmul_s(rows, vocab, hidden), "loss": loss_s})
@@ -116,7 +116,8 @@ class Layers:
         """Scores, softmax and what is made of the values, of this rank's heads and sequences."""
         model, layout = self.model, self.layout
         length, heads = layout.length(model), model.heads / layout.tp
-        scores = layout.micro_batch * heads * length * length / layout.cp
+        pairs = model.attended(length) if layout.flash_attention else length * length
+        scores = layout.micro_batch * heads * pairs / layout.cp
         flop = 2 * scores * (model.key_width + model.width)
         if layout.flash_attention:
             rate = constants.FLASH_SHARE.value * self.alone.device.bf16_flop_per_s
@@ -149,7 +150,7 @@ class Layers:
         if group.size == 1:
             return Parts()
         columns = 2 * max(model.kv_heads / layout.tp, 1) * model.width
-        if model.query_rank:
+        if model.key_rank:
             columns = model.key_rank + model.rope_dim
         num_bytes = layout.micro_batch * layout.length(model) * columns * ITEM_BYTES
         seconds = self.network.all_gather_s(num_bytes, group)
@@ -161,9 +162,10 @@ class Layers:
         model, tp = self.model, self.layout.tp
         *first, last = model.attention_weights
         found = [self._row(last[0] // tp)]
-        if model.query_rank:
+        if model.key_rank:
             # what all heads share is computed on every rank
-            found += [self._local(n if k == model.hidden else n / tp, k) for k, n in first]
+            (shared, latent), *heads = first
+            found += [self._local(latent, shared), *(self._local(n / tp, k) for k, n in heads)]
         else:
             # ranks that share a head of keys have one each
             heads = model.heads + 2 * max(model.kv_heads, tp)

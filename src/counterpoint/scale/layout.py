@@ -129,8 +129,10 @@ class Layout:
             raise InputError("Layout", "pp * virtual_stages", want=want, got=chunks, fix=fix)
         of = model.name
         self._divides("tp", "heads", model.heads, of)
-        self._divides("tp", "kv heads", max(model.kv_heads, self.tp), of)
+        if model.kv_heads >= self.tp or self.tp % model.kv_heads:  # else ranks share one
+            self._divides("tp", "kv heads", model.kv_heads, of)
         self._divides("tp", "ffn", model.ffn, of)
+        self._divides("tp", "ffn of the shared expert", model.shared_ffn, of)
         self._divides("cp", "tokens of a sequence", self.length(model), of)
         if self.sequence_parallel:
             self._divides("tp", "tokens of a micro-batch on one rank", self.tokens(model), of)

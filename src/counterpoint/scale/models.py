@@ -30,9 +30,13 @@ class Model:
         expert_ffn: inner width of an expert.
         shared_ffn: inner width of the expert that every token goes through; 0: none.
         dense_layers: layers at the front without experts.
-        query_rank: of latent attention, width that queries are made of; 0: no latent attention.
-        key_rank: likewise, of keys and values.
+        key_rank: of latent attention, width that keys and values are made of; 0: no latent
+            attention.
+        query_rank: likewise, of queries; 0: they are made of the hidden state.
         rope_dim: likewise, width of a head that carries positions, beside `head_dim`.
+        tied: whether the embedding and the matmul of logits are one weight.
+        window: tokens that a token attends to at most, in some layers; 0: all before it.
+        windowed: those layers, how many.
         source: where the sizes are published.
 
     Raises:
@@ -57,6 +61,9 @@ class Model:
     query_rank: int = 0
     key_rank: int = 0
     rope_dim: int = 0
+    tied: bool = False
+    window: int = 0
+    windowed: int = 0
     source: str = "sizes given by hand"
 
     def __post_init__(self) -> None:
@@ -68,6 +75,17 @@ class Model:
             raise InputError(op, "expert_ffn", want="at least 1, with experts", got=0)
         if not self.ffn and (not self.experts or self.dense_layers):
             raise InputError(op, "ffn", want="at least 1, of layers without experts", got=0)
+        if self.heads % self.kv_heads:
+            want = f"a divisor of the {self.heads} heads"
+            raise InputError(op, "kv_heads", want=want, got=self.kv_heads)
+        if not self.head_dim and self.hidden % self.heads:
+            want = f"given, as {self.hidden} is no multiple of the {self.heads} heads"
+            raise InputError(op, "head_dim", want=want, got=0)
+        if (self.query_rank or self.rope_dim) and not self.key_rank:
+            raise InputError(op, "key_rank", want="at least 1, of latent attention", got=0)
+        if self.windowed > self.layers or bool(self.windowed) != bool(self.window):
+            want = f"from 1 to the {self.layers} layers with a window, else 0"
+            raise InputError(op, "windowed", want=want, got=self.windowed)
 
     @classmethod
     def from_config(cls, path: str | Path) -> "Model":
@@ -102,17 +120,26 @@ class Model:
 
     @property
     def attention_weights(self) -> tuple[tuple[int, int], ...]:
-        """(contracted size, columns) of each matmul before and after attention, of all ranks."""
+        """(contracted size, columns) of each matmul before and after attention, of all ranks.
+
+        Of latent attention the first is of all heads together, the others are head by head.
+        """
         out = (self.heads * self.width, self.hidden)
-        if not self.query_rank:
+        if not self.key_rank:
             columns = (self.heads + 2 * self.kv_heads) * self.width
             return ((self.hidden, columns), out)
         return (
             (self.hidden, self.query_rank + self.key_rank + self.rope_dim),
-            (self.query_rank, self.heads * self.key_width),
+            (self.query_rank or self.hidden, self.heads * self.key_width),
             (self.key_rank, 2 * self.heads * self.width),
             out,
         )
+
+    def attended(self, length: int) -> float:
+        """Twice the pairs of tokens that attend to each other in a sequence; mean of the layers."""
+        near = min(self.window, length) if self.windowed else length
+        share = self.windowed / self.layers
+        return (1 - share) * length * length + share * near * (2 * length - near)
 
     def mlp_parameters(self, inner: int) -> int:
         """Of one MLP, or one expert, of that inner width."""
@@ -125,7 +152,12 @@ class Model:
         dense = self.num_dense * self.mlp_parameters(self.ffn)
         expert = self.experts * self.mlp_parameters(self.expert_ffn)
         sparse = (self.layers - self.num_dense) * (expert + self.mlp_parameters(self.shared_ffn))
-        return attention + dense + sparse + 2 * self.vocab * self.hidden
+        return attention + dense + sparse + (2 - self.tied) * self.vocab * self.hidden
+
+    @property
+    def multiplied(self) -> int:
+        """Parameters of matmuls: an embedding is looked up."""
+        return self.parameters - (not self.tied) * self.vocab * self.hidden
 
 
 _LLAMA, _GPT3 = "arXiv 2407.21783, table 3", "arXiv 2005.14165, table 2.1; Megatron's vocabulary"

@@ -79,12 +79,13 @@ class Prediction:
         model, layout = self.model, self.layout
         if isinstance(model, Dlrm):
             return self.items * model.flop / self.seconds / layout.num_gpus
-        used = model.parameters - model.vocab * model.hidden  # an embedding is looked up
+        used = model.multiplied
         idle = model.experts - model.top_k
         used -= (model.layers - model.num_dense) * idle * model.mlp_parameters(model.expert_ffn)
         # causal attention, as flash attention computes it
         wide = model.layers * model.heads * (model.key_width + model.width)
-        flop = self.items * (6 * used + 3 * layout.length(model) * wide)
+        length = layout.length(model)
+        flop = self.items * (6 * used + 3 * model.attended(length) / length * wide)
         return flop / self.seconds / layout.num_gpus
 
     @property

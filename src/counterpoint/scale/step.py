@@ -162,6 +162,7 @@ class Step:
                     own, routed = self._parameters(dense)
                     shared, experts = shared + count * own, experts + count * routed
         ends = (stage == 0) + (stage == self.layout.pp - 1)
+        ends -= self.model.tied and self.layout.pp == 1  # else both stages have it
         return shared + ends * self.model.vocab * self.model.hidden / self.layout.tp, experts
 
     def _groups(self) -> tuple[Group, Group]:
