@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import SymInt, fx
 
 from counterpoint.adapters.axes import (
@@ -33,6 +34,7 @@ from counterpoint.adapters.axes import (
 )
 from counterpoint.ops.call import Operator
 from counterpoint.problem import Problem
+from counterpoint.runtime.workspace import workspaces_of
 
 aten: Any = torch.ops.aten
 c10d: Any = torch.ops._c10d_functional
@@ -163,11 +165,17 @@ class Reduction(Collective):
     shares: list[tuple[Term, Axis | None]] = field(default_factory=list)
 
 
-def collectives(graph: fx.Graph, size_of: dict[str, int]) -> list[Collective]:
+def apart(group: dist.ProcessGroup) -> str:
+    """Why a group's collectives are left to torch: it is known to have islands; "": it is not."""
+    number = max((w.islands.number for w in workspaces_of(group)), default=1)
+    return f"group {group.group_name} spans {number} islands" if number > 1 else ""
+
+
+def collectives(graph: fx.Graph, groups: dict[str, dist.ProcessGroup]) -> list[Collective]:
     """All collectives of a graph, in its order.
 
     Args:
-        size_of: ranks of the groups whose collectives are looked at, by name.
+        groups: of this process, by name.
     """
     found: list[Collective] = []
     for node in graph.nodes:
@@ -179,11 +187,13 @@ def collectives(graph: fx.Graph, size_of: dict[str, int]) -> list[Collective]:
                 found.append(_other(node))
             continue
         waits = [u for u in node.users if u.target is c10d.wait_tensor.default]
-        group = cast(str, node.args[-1])
+        name = cast(str, node.args[-1])
+        group = groups.get(name)
         one = Collective(node, waits[0] if waits else node, cast(fx.Node, node.args[0]), kind,
-                         size_of.get(group, 0), group)  # fmt: skip
+                         group.size() if group else 0, name)  # fmt: skip
         try:
-            one.reason = _refused(one, waits)
+            one.reason = apart(group) if group else f"group {name} is not of this process"
+            one.reason = one.reason or _refused(one, waits)
             one.followed = not one.reason
             if one.followed:
                 one = _gather(one) if kind == "all-gather" else _reduction(one)
@@ -200,8 +210,6 @@ def _other(node: fx.Node) -> Collective:
 
 
 def _refused(one: Collective, waits: Sequence[fx.Node]) -> str:
-    if not one.ranks:
-        return f"group {one.group} spans hosts, as LOCAL_WORLD_SIZE says, or is not of this process"
     if one.ranks == 1:
         return "a group of one rank"
     if len(waits) != 1 or len(one.node.users) != 1:

@@ -33,7 +33,8 @@ def reduce(to: Rewriter, one: Reduction) -> None:
             bias = to.emit(aten.add.Tensor, bias, more)
         if one.kind == "all-reduce":
             op, (x,), (w,) = "matmul_all_reduce", xs, ws
-            y = to.emit(ops.matmul_all_reduce.default, x, w, bias, plan_of(to, one.node), one.group)
+            where = plan_of(to, one.node), one.group, one.ranks
+            y = to.emit(ops.matmul_all_reduce.default, x, w, bias, *where)
             one.note(matmul_all_reduce.OPERATOR, x, w, bias)
             now = [*rows, *columns]
         else:
