@@ -33,7 +33,7 @@ from counterpoint.adapters.axes import (
     whole,
     why,
 )
-from counterpoint.adapters.equal import equal_on_ranks
+from counterpoint.adapters.equal import equal_on_ranks, is_replicated
 from counterpoint.ops.call import Operator
 from counterpoint.problem import Problem
 from counterpoint.runtime.workspace import workspaces_of
@@ -293,7 +293,7 @@ def _reduction(one: Collective) -> Reduction:
     for term in found:
         across = None
         if term.node.target is aten.addmm.default:
-            _add_bias(reduction, cast(fx.Node, term.node.args[0]), value(term.node).shape[1])
+            _add_bias(reduction, term.node)
         if one.kind == "reduce-scatter":
             across, own = _across(term.dims[0], one.ranks, value(one.wait).shape[0])
             term.dims = [own, *term.dims[1:]]
@@ -349,17 +349,19 @@ def _form(term: Term, across: Axis | None) -> tuple[object, ...]:
     )
 
 
-def _add_bias(one: Reduction, node: fx.Node, columns: Size) -> None:
+def _add_bias(one: Reduction, matmul: fx.Node) -> None:
     """Keep a row that is added to a product: one of all ranks, or each rank's own.
 
     Raises:
         NotFollowedError: it is no row.
     """
-    if value(node).dim() != 1 or not same(value(node).shape[0], columns):
+    node = cast(fx.Node, matmul.args[0])
+    if value(node).dim() != 1 or not same(value(node).shape[0], value(matmul).shape[1]):
         raise NotFollowedError("its matmul's bias is no row")
     if node.target is aten.div.Tensor and not node.kwargs and node.args[1] == one.ranks:
         given = cast(fx.Node, node.args[0])
-        if equal_on_ranks(given, one.group) and value(given).dtype == value(node).dtype:
+        is_equal = equal_on_ranks(given, one.group) or is_replicated(node, matmul)
+        if is_equal and value(given).dtype == value(node).dtype:
             one.biases.append(given)
             return
     one.own_biases.append(node)
