@@ -22,7 +22,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch import fx
 
-from counterpoint.adapters import gathers, norms, reductions, simplify
+from counterpoint.adapters import gathers, norms, reductions, simplify, strides
 from counterpoint.adapters.find import Collective, Gather, Reduction, collectives
 from counterpoint.adapters.rewriter import Rewriter, in_order
 
@@ -62,6 +62,7 @@ def rewrite(
     simplify.straighten(graph)
     rewriter.save_no_copies()
     in_order(graph)
+    strides.restore(rewriter)
     graph.lint()
     return found
 
