@@ -99,7 +99,7 @@ def quick(overlap: OverlapPass | None = None) -> Iterator[Quick]:
 
 @contextmanager
 def kept_in(folder: str) -> Iterator[Callable[[], int]]:
-    """Torch's caches of compiled graphs in a folder, as in a new process; how often they had one."""
+    """Torch's caches of graphs in a folder, as in a new process; how often they had one."""
     with pytest.MonkeyPatch.context() as patch, inductor_caches():
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", folder)
         patch.setenv("TRITON_CACHE_DIR", f"{folder}/triton")

@@ -65,6 +65,8 @@ def _now(node: fx.Node, moved: Values) -> Any:
     """What a node makes of its inputs as they lie by now; None: it needs them as they were."""
     if not _takes_any(node.target):
         return None
+    args: Any
+    kwargs: Any
     args, kwargs = map_arg((node.args, node.kwargs), lambda n: moved.get(n, _val(n)))
     if node.target is operator.getitem:
         return args[0][args[1]]
