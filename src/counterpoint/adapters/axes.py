@@ -233,9 +233,10 @@ class Leaf(NamedTuple):
 
 def cast_to(casts: Casts, dtype: torch.dtype) -> Casts:
     """The casts with one more; what keeps every value and is cast again needs no cast."""
-    while len(casts) > 1 and _keeps(casts[-2], casts[-1]):
-        casts = casts[:-1]
-    return casts if casts[-1] == dtype else (*casts, dtype)
+    found = [*casts]
+    while len(found) > 1 and _keeps(found[-2], found[-1]):
+        found.pop()
+    return tuple(found if found[-1] == dtype else [*found, dtype])
 
 
 def _keeps(before: torch.dtype, behind: torch.dtype) -> bool:

@@ -108,10 +108,10 @@ class Report:
         """What `to_json` wrote."""
         found: list[Explained] = []
         for one in json.loads(text):
-            problems = [Problem(**{k: _tuples(v) for k, v in p.items()}) for p in one["problems"]]
-            found.append(
-                Explained(**{k: _tuples(v) for k, v in one.items()} | {"problems": tuple(problems)})
-            )
+            values: dict[str, Any] = {name: _tuples(each) for name, each in one.items()}
+            problems = ({name: _tuples(each) for name, each in p.items()} for p in one["problems"])
+            values["problems"] = tuple(Problem(**each) for each in problems)
+            found.append(Explained(**values))
         return Report(tuple(found))
 
     @property
