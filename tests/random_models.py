@@ -245,8 +245,8 @@ class Model(nn.Module):
         views: tuple[str, str], products: Sequence[Any], function: Any, gate: bool,
     ) -> Tensor:  # fmt: skip
         full = viewed(gathered(x, dim, group), views[0])
-        if casts:
-            dtype = full.dtype
+        if casts:  # without a gradient: rounded, it would jump where two ways differ a little
+            full, dtype = full.detach(), full.dtype
             for each in (*casts, dtype):
                 full = full.to(each)
         full = viewed(full, views[1])

@@ -208,5 +208,5 @@ def test_a_graph_of_a_group_that_has_another_size_by_now(rank: int, world_size: 
             call(x, w, b)
             with pytest.MonkeyPatch.context() as patch:  # the name is by now that of all ranks
                 patch.setattr("counterpoint.ops.register.group_of", lambda _: world())
-                with pytest.raises(InputError, match=r"group_size must be 3, .* got 2; compile"):
+                with pytest.raises(InputError, match=r"group_size must be 3, .* got 2; call"):
                     call(x, w, b)

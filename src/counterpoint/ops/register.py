@@ -89,7 +89,7 @@ def _in_its_group(op: str, run: Callable[..., Any]) -> Callable[..., Any]:
             now = group.size() if name == "group_size" else group.rank()
             if given[i] != now:
                 want = f"{now}, as group {given[at]} has it now"
-                fix = "compile again: call torch.compiler.reset() when groups were made anew"
+                fix = "call torch.compiler.reset() after making groups anew"
                 raise InputError(op, name, want=want, got=given[i], fix=fix)
         return run(*given)
 
