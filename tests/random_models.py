@@ -50,7 +50,7 @@ FUNCTIONS: tuple[Callable[[Tensor], Tensor], ...] = (
     torch.relu, F.silu, F.gelu, torch.sin, lambda h: h, lambda h: h * 0.5,
 )  # fmt: skip
 PRODUCTS = ("linear", "matmul", "einsum", "mm", "turned", "addmm")
-VIEWS = ("none", "flat", "cut", "clone", "unsqueezed", "swapped", "heads")
+VIEWS = ("none", "flat", "cut", "clone", "unsqueezed", "swapped", "heads", "rows", "all", "strided")
 
 
 class Result(NamedTuple):
@@ -133,7 +133,7 @@ class Model(nn.Module):
         self.parts, self.exact = nn.ModuleDict(), True
         sizes = self.random.choice((1, 2, 3)), 12, self.random.choice((12, 24))
         self.start = self.shape = sizes
-        self.steps: list[tuple[Callable[..., Tensor], tuple[Any, ...], bool]] = []
+        self.steps: list[tuple[Callable[..., Tensor], tuple[Any, ...], bool, str]] = []
         for _ in range(self.random.choice((1, 2, 2, 3))):
             self._step()
 
@@ -146,12 +146,13 @@ class Model(nn.Module):
         steps = {"gather": [self._gather], "scatter": [self._scatter], "reduce": [self._reduce],
                  "pair": [self._gather, self._scatter], "norm": [self._norm]}  # fmt: skip
         if kind == "dtensor":
-            self.steps.append((self.dtensor, self._dtensor(group_dim), kept))
+            given = self._dtensor(group_dim)
+            self.steps.append((self.dtensor, given, kept, self.random.choice(VIEWS)))
             return
         for step in steps[kind]:
             found = step(group)
             if found is not None:
-                self.steps.append((*found, kept))
+                self.steps.append((*found, kept, self.random.choice(VIEWS)))
         self.exact = False
 
     def _weight(self, *shape: int, small: float = 1.0) -> str:
@@ -314,8 +315,9 @@ class Model(nn.Module):
         return b
 
     def forward(self, x: Tensor) -> Tensor:
-        for step, given, kept in self.steps:
-            x = checkpoint(step, x, *given, use_reentrant=False) if kept else step(x, *given)  # type: ignore[assignment]
+        for step, given, kept, view in self.steps:
+            y: Any = checkpoint(step, x, *given, use_reentrant=False) if kept else step(x, *given)
+            x = viewed(y, view)
         return x
 
 
@@ -323,6 +325,12 @@ def viewed(x: Tensor, how: str) -> Tensor:
     """The same, by another way."""
     if how == "flat":
         return x.flatten(0, 1).unflatten(0, x.shape[:2])
+    if how == "rows":
+        return x.flatten(1).view(x.shape)
+    if how == "all":
+        return x.flatten().view(x.shape)
+    if how == "strided":
+        return x.contiguous().as_strided((x.numel(),), (1,)).view(x.shape)
     if how == "cut":
         return torch.cat(x.chunk(2, 1), 1)
     if how == "clone":
