@@ -207,3 +207,31 @@ def test_a_norm_of_what_differs_by_rank(rank: int, ranks: int, plan: str):
     dist.all_reduce(total)
     torch.testing.assert_close(h, total + residual)
     torch.testing.assert_close(y, nn.functional.layer_norm(h, (64,), weight, bias, 1e-5))
+
+
+@pytest.mark.parametrize("read", ["view", "as_strided", "part", "dtype", "result"])
+@on_ranks(2)
+def test_results_lie_as_they_were_traced(rank: int, ranks: int, read: str) -> list[str]:
+    """Columns are scattered as rows of the transposed product, whose strides are others."""
+    group, strides = world(), list[tuple[int, ...]]()
+
+    def layer(x: Tensor, w: Tensor) -> Tensor:
+        y = scattered((x @ w).view(2, M // 2, N), "sum", 2, group)
+        if read == "view":
+            return y.view(2, -1) * 2
+        if read == "as_strided":
+            return y.as_strided((y.numel(),), (1,)) * 2
+        if read == "part":
+            return y[:, 1:].as_strided((2, 3), (N, 1), 1) * 2
+        if read == "dtype":
+            return y.view(torch.int32).view(-1) // 2
+        return y
+
+    x, w, _ = operands(rank)
+    wrong, done = compared(layer, x, w)
+    with torch.no_grad(), by_reference():
+        strides.append(layer(x, w).stride())
+        with quick(overlap_pass()) as backend:
+            strides.append(torch.compile(layer, backend=backend)(x, w).stride())
+    differ = [f"strides {strides}"] * (strides[0] != strides[1])
+    return [wrong] * bool(wrong) + [done] * (done != "matmul_reduce_scatter") + differ
