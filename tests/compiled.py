@@ -4,16 +4,20 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
+import pytest
 import torch
 import torch.distributed as dist
 from functorch.compile import make_boxed_func
 from rank_bodies import by_reference
 from torch import Tensor, fx, nn
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.utils import counters
+from torch._functorch import config as functorch
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor import config
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+from torch._inductor.utils import clear_caches
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -91,6 +95,29 @@ def quick(overlap: OverlapPass | None = None) -> Iterator[Quick]:
     torch._dynamo.reset()
     with config.patch({SEAM: overlap}):
         yield Quick()
+
+
+@contextmanager
+def kept_in(folder: str) -> Iterator[Callable[[], int]]:
+    """Torch's caches of graphs in a folder, as in a new process; how often they had one."""
+    with pytest.MonkeyPatch.context() as patch, inductor_caches():
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", folder)
+        patch.setenv("TRITON_CACHE_DIR", f"{folder}/triton")
+        yield lambda: sum(
+            counters[of][name] for of, name in (
+                ("aot_autograd", "autograd_cache_hit"), ("inductor", "fxgraph_cache_hit"),
+            )
+        )  # fmt: skip
+
+
+@contextmanager
+def inductor_caches() -> Iterator[None]:
+    """Both of torch's, whatever the environment says, and nothing in memory."""
+    torch._dynamo.reset()
+    clear_caches()
+    counters.clear()
+    with config.patch(fx_graph_cache=True), functorch.patch(enable_autograd_cache=True):
+        yield
 
 
 def overlap_pass(**options: Any) -> OverlapPass:

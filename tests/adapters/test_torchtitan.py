@@ -22,7 +22,7 @@ from torch._inductor import config as inductor
 from torch._inductor.utils import fresh_cache
 
 import counterpoint as cp
-from counterpoint.adapters.compile import SEAM, OverlapPass
+from counterpoint.adapters.compile import LAST, SEAM, OverlapPass
 
 NAME = "counterpoint.adapters.torchtitan"
 LAYERS = 2
@@ -40,7 +40,7 @@ def override(
 def stand_ins(**config: Any) -> Iterator[None]:
     """torchtitan's modules, and ours imported anew."""
     rates = type("LRSchedulersContainer", (), {"Config": type("Config", (), {})})
-    with pytest.MonkeyPatch.context() as patch, inductor.patch({SEAM: None}):
+    with pytest.MonkeyPatch.context() as patch, inductor.patch({SEAM: None, LAST: None}):
         patch.setitem(sys.modules, "torchtitan", Named())
         patch.setitem(sys.modules, "torchtitan.config", Named(**config))
         patch.setitem(
@@ -126,7 +126,12 @@ def test_a_step_of_torchtitans_llama(rank: int, world_size: int):
     ours = logging.getLogger("counterpoint.adapters.compile")
     ours.addHandler(handler)
     ours.setLevel(logging.INFO)
-    with warnings.catch_warnings(), by_reference(), inductor.patch({SEAM: None}), fresh_cache():
+    with (
+        warnings.catch_warnings(),
+        by_reference(),
+        inductor.patch({SEAM: None, LAST: None}),
+        fresh_cache(),
+    ):
         warnings.simplefilter("ignore")  # of torchtitan and of torch, in their own code
         want, _ = step()
         torch._dynamo.reset()

@@ -212,15 +212,45 @@ def step(node: fx.Node, dims: Dims) -> Dims | None:
     return regrouped(dims, value(node).shape) if node.target in VIEWS else None
 
 
-class Leaf:
-    """A node that is no view, at the end of a chain of views; and the dims of what it gets."""
-
-    def __init__(self, node: fx.Node, read: fx.Node, dims: Dims) -> None:
-        self.node, self.read, self.dims = node, read, dims
+Casts = tuple[torch.dtype, ...]  # of a tensor, one after another; the last is what it is in
 
 
-def leaves(node: fx.Node, dims: Dims) -> list[Leaf]:
-    """All that read a node, whatever views stand between, and changes of its dtype.
+class Leaf(NamedTuple):
+    """A node that is no view, at the end of a chain of views and casts.
+
+    Args:
+        node: it.
+        read: what it gets.
+        dims: of that.
+        casts: on the way, from the dtype of the first on.
+    """
+
+    node: fx.Node
+    read: fx.Node
+    dims: Dims
+    casts: Casts
+
+
+def cast_to(casts: Casts, dtype: torch.dtype) -> Casts:
+    """The casts with one more; what keeps every value and is cast again needs no cast."""
+    found = [*casts]
+    while len(found) > 1 and _keeps(found[-2], found[-1]):
+        found.pop()
+    return tuple(found if found[-1] == dtype else [*found, dtype])
+
+
+def _keeps(before: torch.dtype, behind: torch.dtype) -> bool:
+    """Whether a cast keeps every value."""
+    wide = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+    known = before in wide and behind in wide
+    return known and torch.promote_types(before, behind) == behind
+
+
+def leaves(node: fx.Node, dims: Dims, casts: Casts) -> list[Leaf]:
+    """All that read a node, whatever views and casts stand between.
+
+    Args:
+        casts: that have made it.
 
     Raises:
         NotFollowedError: a view that cannot be followed.
@@ -235,10 +265,13 @@ def leaves(node: fx.Node, dims: Dims) -> list[Leaf]:
         parts = parts_of(cat) if cat else None
         if cat and parts and user in parts.readers:
             passed |= parts.readers
-            found += leaves(cat, put_together(cat, parts, dims))
-            continue
-        behind = dims if user.target is CONVERT else step(user, dims)
-        found += [Leaf(user, node, dims)] if behind is None else leaves(user, behind)
+            found += leaves(cat, put_together(cat, parts, dims), casts)
+        elif user.target is CONVERT:
+            found += leaves(user, dims, cast_to(casts, value(user).dtype))
+        elif (behind := step(user, dims)) is not None:
+            found += leaves(user, behind, casts)
+        else:
+            found.append(Leaf(user, node, dims, casts))
     return found
 
 

@@ -9,28 +9,30 @@ leaves is torch's, as it was.
 """
 
 import logging
-import os
 import warnings
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import fx
 
 from counterpoint.adapters import find, rewrite
+from counterpoint.adapters.depends_on import facts, uuids_of
 from counterpoint.adapters.explain import Report
+from counterpoint.adapters.retold import Retold, collect
 from counterpoint.errors import CounterpointWarning, InputError, UnsupportedError
 from counterpoint.runtime.ranks import group_of
 
 try:
     from torch._inductor import config as inductor
-    from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+    from torch._inductor.custom_graph_pass import CustomGraphPass
 except ImportError as error:
     what = f"torch {torch.__version__} has no torch._inductor.custom_graph_pass"
     raise UnsupportedError(f"compile_options: {what}; it needs torch 2.11 or newer") from error
 
-SEAM = "joint_custom_post_pass"
+SEAM, LAST = "joint_custom_post_pass", "post_grad_custom_post_pass"
 logger = logging.getLogger(__name__)
 
 
@@ -38,40 +40,49 @@ class OverlapPass(CustomGraphPass):
     """What `compile_options` hands to torch.
 
     Args:
-        before: a pass of the user's own in the same place; it runs first.
+        before: the user's own passes in the same place; they run first.
         merge_reductions: see `compile_options`.
+        last: the user's own passes at the end of all.
     """
 
-    def __init__(self, before: Any, merge_reductions: bool) -> None:
-        self.reports: list[Report] = []
+    def __init__(self, before: Sequence[Any], merge_reductions: bool, last: Sequence[Any]) -> None:
+        self._reports: list[Report] = []
+        self.retold = Retold(self, last)
         self._before = before
         self._merge = merge_reductions
 
     def __deepcopy__(self, memo: object) -> "OverlapPass":
         return self  # torch copies its options; what is reported stays in one place
 
+    @property
+    def reports(self) -> list[Report]:
+        """Of each graph so far, those from torch's cache among them."""
+        collect()
+        return self._reports
+
     def __call__(self, graph: fx.Graph) -> None:
         """Rewrite a joint graph, or one of inference, in place."""
-        if self._before is not None:
-            self._before(graph)
-        groups = _groups(graph)
-        found = rewrite.rewrite(graph, groups, merge_reductions=self._merge)
-        report = Report.of(found)
-        self.reports.append(report)
-        if found:
+        self.retold.asked()
+        for each in self._before:
+            each(graph)
+        report = Report.of(rewrite.rewrite(graph, _groups(graph), merge_reductions=self._merge))
+        self.retold.note(report)
+        self.tell(report)
+
+    def tell(self, report: Report) -> None:
+        """Keep what was done with the collectives of a graph, and say it."""
+        self._reports.append(report)
+        if report.found:
             logger.info("%s", report)
-        if found and not report.matched:
+        if report.found and not report.matched:
             what = f"compile_options: {report.nearest_miss()}"
             warnings.warn(what, CounterpointWarning, stacklevel=2)
 
     def uuid(self) -> Any:
         """What torch's caches of compiled graphs know this pass by; None: they are not used."""
-        before = None
-        if self._before is not None:
-            before = getattr(self._before, "uuid", lambda: None)()
-            if before is None:
-                return None
-        return get_hash_for_files(rewrite.FILES, f"{before} {self._merge}")
+        self.retold.asked()
+        found, before = facts(), uuids_of(self._before)
+        return None if found is None or before is None else (*found, before, self._merge)
 
 
 def compile_options(
@@ -91,8 +102,8 @@ def compile_options(
     write it, or a LayerNorm.
 
     Args:
-        options: further options of torch.compile. A pass of yours at "joint_custom_post_pass",
-            here or in torch's own configuration, runs before ours.
+        options: further options of torch.compile. Passes of yours at "joint_custom_post_pass" or
+            "post_grad_custom_post_pass", here or in torch's own configuration, run before ours.
         merge_reductions: sum before an all-reduce where torch sums two all-reduces, as for the
             gradients of layers that share an input. Fewer collectives, with other rounding.
 
@@ -111,38 +122,38 @@ def compile_options(
     if type(merge_reductions) is not bool:
         want = "True or False"
         raise InputError("compile_options", "merge_reductions", want=want, got=merge_reductions)
-    if not hasattr(inductor, SEAM):
-        what = f"torch {torch.__version__} has no torch._inductor.config.{SEAM}"
+    missing = [seam for seam in (SEAM, LAST) if not hasattr(inductor, seam)]
+    if missing:
+        what = f"torch {torch.__version__} has no torch._inductor.config.{missing[0]}"
         raise UnsupportedError(f"compile_options: {what}; it needs torch 2.11 or newer")
     found = dict(options or {})
-    before = found.get(SEAM, getattr(inductor, SEAM))
-    if before is not None and not callable(before):
-        raise InputError("compile_options", SEAM, want="a pass that can be called", got=before)
-    if isinstance(before, OverlapPass):
-        before = None
-    found[SEAM] = OverlapPass(before, merge_reductions)
-    return found
+    overlap = OverlapPass(_passes(found, SEAM), merge_reductions, _passes(found, LAST))
+    return found | {SEAM: overlap, LAST: overlap.retold}
+
+
+def _passes(options: Mapping[str, Any], seam: str) -> tuple[Any, ...]:
+    """The user's own passes in one place: none, one, or from torch 2.13 on a list of them.
+
+    Raises:
+        InputError: something else is there.
+    """
+    given = options.get(seam, getattr(inductor, seam))
+    given = given if isinstance(given, list | tuple) else [] if given is None else [given]
+    passes: tuple[Any, ...] = tuple(cast(Sequence[Any], given))
+    for each in passes:
+        if not callable(each):
+            raise InputError("compile_options", seam, want="a pass that can be called", got=each)
+    return tuple(each for each in passes if not isinstance(each, OverlapPass | Retold))
 
 
 def _groups(graph: fx.Graph) -> dict[str, dist.ProcessGroup]:
-    """The groups of a graph's collectives whose ranks are on one host, by name."""
+    """The groups of a graph's collectives, by name."""
     names = {
         str(node.args[-1]) for node in graph.nodes
         if node.target in find.KINDS
     }  # fmt: skip
     found: dict[str, dist.ProcessGroup] = {}
     for name in names:
-        try:
-            group = group_of(name)
-        except (InputError, UnsupportedError):
-            continue
-        if on_one_host(group):
-            found[name] = group
+        with suppress(InputError, UnsupportedError):
+            found[name] = group_of(name)
     return found
-
-
-def on_one_host(group: dist.ProcessGroup) -> bool:
-    """As torchrun says; without it a host has as many ranks as GPUs, or all on CPUs."""
-    ranks = torch.cuda.device_count() if torch.cuda.is_available() else dist.get_world_size()
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
-    return len({rank // local for rank in dist.get_process_group_ranks(group)}) == 1

@@ -1,10 +1,11 @@
 """What was done with each collective of a compiled model, and why."""
 
+import json
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import starmap
-from typing import Any
+from typing import Any, cast
 
 from torch import fx, nn
 from torch._inductor import config as inductor
@@ -98,6 +99,21 @@ class Report:
         """What a rewrite has made of them."""
         return Report(tuple(map(_explained, collectives)))
 
+    def to_json(self) -> str:
+        """It as text, by which torch's cache keeps it."""
+        return json.dumps([asdict(one) for one in self.found])
+
+    @staticmethod
+    def from_json(text: str) -> "Report":
+        """What `to_json` wrote."""
+        found: list[Explained] = []
+        for one in json.loads(text):
+            values: dict[str, Any] = {name: _tuples(each) for name, each in one.items()}
+            problems = ({name: _tuples(each) for name, each in p.items()} for p in one["problems"])
+            values["problems"] = tuple(Problem(**each) for each in problems)
+            found.append(Explained(**values))
+        return Report(tuple(found))
+
     @property
     def matched(self) -> int:
         """How many have become operators."""
@@ -115,11 +131,12 @@ class Report:
         return "\n".join([total, *map(str, self.found)])
 
 
-NOTHING = (
-    "no collectives were compiled: the model has not run yet, has none, or torch took its graphs "
-    "from its cache, where what was done with each is not kept "
-    "(TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 compiles anew)"
-)
+NOTHING = "no collectives were compiled: the model has not run yet, or has none"
+
+
+def _tuples(value: Any) -> Any:
+    """Lists of JSON, as the tuples that they were."""
+    return tuple(map(_tuples, cast(list[Any], value))) if isinstance(value, list) else value
 
 
 def _is_for(own: Problem, problem: Problem) -> bool:

@@ -11,11 +11,13 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import SymInt, fx
 
 from counterpoint.adapters.axes import (
     Axes,
     Axis,
+    Casts,
     Dims,
     Leaf,
     NotFollowedError,
@@ -31,8 +33,10 @@ from counterpoint.adapters.axes import (
     whole,
     why,
 )
+from counterpoint.adapters.equal import equal_on_ranks, is_replicated
 from counterpoint.ops.call import Operator
 from counterpoint.problem import Problem
+from counterpoint.runtime.workspace import workspaces_of
 
 aten: Any = torch.ops.aten
 c10d: Any = torch.ops._c10d_functional
@@ -129,14 +133,20 @@ class Gather(Collective):
         across: the axis of the ranks.
         uses: the matmuls that read it.
         totals: its sums over some of its axes.
-        dtype: in which they read it; one as wide as its own at most, so it is gathered in that.
+        casts: of what this rank has, from its dtype to that in which they read it, which is as wide
+            as its own at most: it is gathered in that.
     """
 
     shard: Dims = field(default_factory=list)
     across: Axis = field(default_factory=lambda: Axis(1))
     uses: list[Use] = field(default_factory=list)
     totals: list[Total] = field(default_factory=list)
-    dtype: torch.dtype = torch.float32
+    casts: Casts = (torch.float32,)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which it is gathered."""
+        return self.casts[-1]
 
     def is_outer(self, use: Use) -> bool:
         """Whether the ranks have parts of the rows of the product."""
@@ -151,6 +161,7 @@ class Reduction(Collective):
         terms: the matmuls, with their dims in what is reduced.
         across: of each term the axis of the ranks; of an all-reduce none.
         biases: added to the sum of all ranks.
+        own_biases: of each rank its own, that are summed with the products.
         average: the sum is divided by the ranks, as data parallelism does.
         shares: summands that are this rank's share of what all ranks have, and their axes of
             the ranks; none of an all-reduce.
@@ -159,15 +170,22 @@ class Reduction(Collective):
     terms: list[Term] = field(default_factory=list)
     across: list[Axis] = field(default_factory=list)
     biases: list[fx.Node] = field(default_factory=list)
+    own_biases: list[fx.Node] = field(default_factory=list)
     average: bool = False
     shares: list[tuple[Term, Axis | None]] = field(default_factory=list)
 
 
-def collectives(graph: fx.Graph, size_of: dict[str, int]) -> list[Collective]:
+def apart(group: dist.ProcessGroup) -> str:
+    """Why a group's collectives are left to torch: it is known to have islands; "": it is not."""
+    number = max((w.islands.number for w in workspaces_of(group)), default=1)
+    return f"group {group.group_name} spans {number} islands" if number > 1 else ""
+
+
+def collectives(graph: fx.Graph, groups: dict[str, dist.ProcessGroup]) -> list[Collective]:
     """All collectives of a graph, in its order.
 
     Args:
-        size_of: ranks of the groups whose collectives are looked at, by name.
+        groups: of this process, by name.
     """
     found: list[Collective] = []
     for node in graph.nodes:
@@ -179,11 +197,13 @@ def collectives(graph: fx.Graph, size_of: dict[str, int]) -> list[Collective]:
                 found.append(_other(node))
             continue
         waits = [u for u in node.users if u.target is c10d.wait_tensor.default]
-        group = cast(str, node.args[-1])
+        name = cast(str, node.args[-1])
+        group = groups.get(name)
         one = Collective(node, waits[0] if waits else node, cast(fx.Node, node.args[0]), kind,
-                         size_of.get(group, 0), group)  # fmt: skip
+                         group.size() if group else 0, name)  # fmt: skip
         try:
-            one.reason = _refused(one, waits)
+            one.reason = apart(group) if group else f"group {name} is not of this process"
+            one.reason = one.reason or _refused(one, waits)
             one.followed = not one.reason
             if one.followed:
                 one = _gather(one) if kind == "all-gather" else _reduction(one)
@@ -200,14 +220,12 @@ def _other(node: fx.Node) -> Collective:
 
 
 def _refused(one: Collective, waits: Sequence[fx.Node]) -> str:
-    if not one.ranks:
-        return f"group {one.group} spans hosts, as LOCAL_WORLD_SIZE says, or is not of this process"
     if one.ranks == 1:
         return "a group of one rank"
     if len(waits) != 1 or len(one.node.users) != 1:
         return "its result is not waited for once"
     if value(one.given).dtype not in DTYPES:
-        return f"{str(value(one.given).dtype).removeprefix('torch.')} is no dtype of the operators"
+        return f"{_name(value(one.given).dtype)} is no dtype of the operators"
     if one.kind != "all-gather" and one.node.args[1] not in ("sum", "avg"):
         return f"it reduces by {one.node.args[1]}"
     if one.node.args[1] == "avg" and value(one.given).dtype == torch.float16:
@@ -215,22 +233,28 @@ def _refused(one: Collective, waits: Sequence[fx.Node]) -> str:
     return ""
 
 
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def _gather(one: Collective) -> Gather:
     first, *rest = dims_of(one.wait)
-    across, own = _across(first, one.ranks, value(one.given).shape[0])
-    gather = Gather(**vars(one), shard=[own, *rest], across=across)
-    found = leaves(one.wait, [first, *rest])
+    across, rows = _across(first, one.ranks, value(one.given).shape[0])
+    gather = Gather(**vars(one), shard=[rows, *rest], across=across)
+    own = value(one.given).dtype
+    found = leaves(one.wait, [first, *rest], (own,))
     if found and not any(leaf.node.target in MATMULS for leaf in found):
         name = name_of(found[0].node)
         raise NotFollowedError(
             f"there is no operator for {name}" if name.endswith("mm")
             else f"no matmul reads it, but {name}"
         )  # fmt: skip
-    dtypes = {value(leaf.read).dtype for leaf in found}
-    if len(dtypes) == 1:
-        gather.dtype = dtypes.pop()
-    if dtypes or gather.dtype.itemsize > value(one.given).dtype.itemsize:
+    casts = {leaf.casts for leaf in found}
+    if len(casts) > 1 or any(each[-1].itemsize > own.itemsize for each in casts):
         raise NotFollowedError("it is read in a wider dtype, or in several")
+    gather.casts = casts.pop() if casts else (own,)
+    if gather.dtype not in DTYPES:
+        raise NotFollowedError(f"{_name(gather.dtype)} is no dtype of the operators")
     for leaf in found:
         use = _use(leaf)
         if isinstance(use, Use):
@@ -245,7 +269,8 @@ def _gather(one: Collective) -> Gather:
 def _use(leaf: Leaf) -> Use | Total:
     node, dims = leaf.node, [whole(axes) for axes in leaf.dims]
     if node.target is aten.sum.dim_IntList and not node.kwargs:
-        over = [int(i) % len(dims) for i in cast(Sequence[int], node.args[1])]
+        given = cast(Sequence[int], node.args[1]) or range(len(dims))  # none are all
+        over = [int(i) % len(dims) for i in given]
         return Total(
             node, [a for i in over for a in dims[i]],
             [a for i, axes in enumerate(dims) if i not in over for a in axes],
@@ -268,7 +293,7 @@ def _reduction(one: Collective) -> Reduction:
     for term in found:
         across = None
         if term.node.target is aten.addmm.default:
-            reduction.biases.append(_bias(cast(fx.Node, term.node.args[0]), one.ranks))
+            _add_bias(reduction, term.node)
         if one.kind == "reduce-scatter":
             across, own = _across(term.dims[0], one.ranks, value(one.wait).shape[0])
             term.dims = [own, *term.dims[1:]]
@@ -324,14 +349,19 @@ def _form(term: Term, across: Axis | None) -> tuple[object, ...]:
     )
 
 
-def _bias(node: fx.Node, ranks: int) -> fx.Node:
-    """The bias whose part of one rank this is.
+def _add_bias(one: Reduction, matmul: fx.Node) -> None:
+    """Keep a row that is added to a product: one of all ranks, or each rank's own.
 
     Raises:
-        NotFollowedError: it is something else.
+        NotFollowedError: it is no row.
     """
-    if node.target is aten.div.Tensor and same(cast(int, node.args[1]), ranks):
+    node = cast(fx.Node, matmul.args[0])
+    if value(node).dim() != 1 or not same(value(node).shape[0], value(matmul).shape[1]):
+        raise NotFollowedError("its matmul's bias is no row")
+    if node.target is aten.div.Tensor and not node.kwargs and node.args[1] == one.ranks:
         given = cast(fx.Node, node.args[0])
-        if value(given).dim() == 1:
-            return given
-    raise NotFollowedError("its matmul's bias is not divided by the ranks")
+        is_equal = equal_on_ranks(given, one.group) or is_replicated(node, matmul)
+        if is_equal and value(given).dtype == value(node).dtype:
+            one.biases.append(given)
+            return
+    one.own_biases.append(node)

@@ -34,6 +34,7 @@ from counterpoint.adapters.operands import (
     ranks_first,
     right_operand,
     row_bias,
+    summed,
     where_of,
 )
 from counterpoint.adapters.rewriter import Rewriter
@@ -157,9 +158,9 @@ def _split(to: Rewriter, node: fx.Node, sizes: Sequence[Size], dim: int) -> list
 
 def _belong(one: Gather, uses: Sequence[Use], scatter: Reduction) -> bool:
     """Whether what is scattered is the gradient of what was gathered, and these of the weights."""
-    if not uses or scatter.group != one.group or scatter.biases or not alike(uses):
+    if not uses or scatter.group != one.group or not alike(uses):
         return False
-    if scatter.average or scatter.shares:
+    if scatter.average or scatter.shares or scatter.biases or scatter.own_biases:
         return False
     if len(scatter.terms) != len(uses) or any(use.bias is not None for use in uses):
         return False
@@ -266,11 +267,10 @@ def _total(to: Rewriter, one: Gather, total: Total) -> None:
         left = whole(total.left)
         now = [axis for axis in left if axis is not one.across]
         if one.across in whole(total.over):
-            sent = to.emit(c10d.all_reduce.default, wide, "sum", one.group)
+            result = summed(to, one, wide)
         else:
             sent = to.emit(c10d.all_gather_into_tensor.default, wide, one.ranks, one.group)
-            now = [one.across, *now]
-        result = to.emit(c10d.wait_tensor.default, sent)
+            result, now = to.emit(c10d.wait_tensor.default, sent), [one.across, *now]
         if dtype != torch.float32:
             result = to.emit(CONVERT, result, dtype)
         result = to.arranged(result, now, [left])

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, cast
 
+import torch
 from torch import fx
 
 from counterpoint.adapters.axes import CONVERT, Axes, Axis, Size, same, value, whole
@@ -10,6 +11,7 @@ from counterpoint.adapters.find import Collective, Gather, Reduction, Use
 from counterpoint.adapters.rewriter import Rewriter
 from counterpoint.ops.plans import BY_MODE
 
+c10d: Any = torch.ops._c10d_functional
 PLAN = "auto"  # serial among them: a match costs nothing
 
 
@@ -49,6 +51,12 @@ def joins(sizes: Sequence[Size], k: Size) -> bool:
     return bool(sum(sizes) <= (len(sizes) - 1) * k)
 
 
+def summed(to: Rewriter, one: Collective, node: fx.Node) -> fx.Node:
+    """The sum over the ranks of something small."""
+    sent = to.emit(c10d.all_reduce.default, node, "sum", one.group)
+    return to.emit(c10d.wait_tensor.default, sent)
+
+
 def by_rank(to: Rewriter, one: Collective, rows: Axes, node: fx.Node) -> fx.Node:
     """A matrix with those of rank 0 before the others among its rows."""
     n = columns_of(node)
@@ -60,8 +68,8 @@ def own_part(to: Rewriter, one: Gather, rows: Axes, columns: Axes) -> fx.Node:
     """This rank's part as a matrix."""
     now = [axis for axes in one.shard for axis in axes]
     given = one.given
-    if value(given).dtype != one.dtype:
-        given = to.emit(CONVERT, given, one.dtype)
+    for dtype in one.casts[1:]:
+        given = to.emit(CONVERT, given, dtype)
     return to.arranged(given, now, [others(rows, one.across), others(columns, one.across)])
 
 

@@ -5,9 +5,17 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from counterpoint.adapters.axes import value, whole
+from counterpoint.adapters.axes import CONVERT, value, whole
 from counterpoint.adapters.find import Reduction
-from counterpoint.adapters.operands import by_rank, joins, others, plan_of, rank_of, where_of
+from counterpoint.adapters.operands import (
+    by_rank,
+    joins,
+    others,
+    plan_of,
+    rank_of,
+    summed,
+    where_of,
+)
 from counterpoint.adapters.rewriter import Rewriter
 from counterpoint.ops import matmul_all_reduce, matmul_reduce_scatter
 
@@ -28,12 +36,11 @@ def reduce(to: Rewriter, one: Reduction) -> None:
         added_to = value(xs[0]).shape[0] if across_columns else value(ws[0]).shape[1]
         if one.kind == "all-reduce" or joins(sums, added_to):
             xs, ws = [to.together(xs, 1)], [to.together(ws, 0)]
-        bias = one.biases[0] if one.biases else None
-        for more in one.biases[1:]:
-            bias = to.emit(aten.add.Tensor, bias, more)
+        bias = _bias(to, one)
         if one.kind == "all-reduce":
             op, (x,), (w,) = "matmul_all_reduce", xs, ws
-            y = to.emit(ops.matmul_all_reduce.default, x, w, bias, plan_of(to, one.node), one.group)
+            where = plan_of(to, one.node), one.group, one.ranks
+            y = to.emit(ops.matmul_all_reduce.default, x, w, bias, *where)
             one.note(matmul_all_reduce.OPERATOR, x, w, bias)
             now = [*rows, *columns]
         else:
@@ -56,6 +63,25 @@ def reduce(to: Rewriter, one: Reduction) -> None:
         to.replace(one.wait, _with_shares(to, one, to.arranged(y, now, term.dims)))
     to.check()
     one.operator, one.matmuls = op, matmuls
+
+
+def _bias(to: Rewriter, one: Reduction) -> fx.Node | None:
+    """What is added once to the sum over the ranks; each rank's own is summed over them first."""
+    once = list(one.biases)
+    if one.own_biases:
+        first, *others = one.own_biases
+        dtype = value(first).dtype
+        own = to.emit(CONVERT, first, torch.float32) if dtype != torch.float32 else first
+        for more in others:
+            own = to.emit(aten.add.Tensor, own, more)
+        own = summed(to, one, own)
+        once.append(to.emit(CONVERT, own, dtype) if dtype != torch.float32 else own)
+    if not once:
+        return None
+    bias = once[0]
+    for more in once[1:]:
+        bias = to.emit(aten.add.Tensor, bias, more)
+    return bias
 
 
 def _scattered(

@@ -18,17 +18,13 @@ which a compiler joins with what stands around them.
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch.distributed as dist
 from torch import fx
 
-from counterpoint.adapters import gathers, norms, reductions, simplify
+from counterpoint.adapters import gathers, norms, reductions, simplify, strides
 from counterpoint.adapters.find import Collective, Gather, Reduction, collectives
 from counterpoint.adapters.rewriter import Rewriter, in_order
-
-# by which caches of compiled graphs know this pass
-FILES = tuple(str(path) for path in sorted(Path(__file__).parent.glob("*.py")))
 
 
 def rewrite(
@@ -46,7 +42,7 @@ def rewrite(
     if merge_reductions:
         simplify.merge(graph)
     simplify.flatten(graph)
-    found = collectives(graph, {name: group.size() for name, group in groups.items()})
+    found = collectives(graph, groups)
     rewriter = Rewriter(graph, groups)
     for one in found:
         one.backward = one.node in rewriter.backward
@@ -66,6 +62,7 @@ def rewrite(
     simplify.straighten(graph)
     rewriter.save_no_copies()
     in_order(graph)
+    strides.restore(rewriter)
     graph.lint()
     return found
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch._inductor import config as inductor
 
-from counterpoint.adapters.compile import SEAM, compile_options
+from counterpoint.adapters.compile import compile_options
 from counterpoint.adapters.seams import taken
 
 TESTED = "0.3.0"
@@ -37,5 +37,6 @@ def overlap(rate: Any, *, merge_reductions: bool = False) -> Any:
         InputError: `merge_reductions` is no bool.
         UnsupportedError: this torch has no place for a pass.
     """
-    setattr(inductor, SEAM, compile_options(merge_reductions=merge_reductions)[SEAM])
+    for seam, of_both in compile_options(merge_reductions=merge_reductions).items():
+        setattr(inductor, seam, of_both)
     return rate

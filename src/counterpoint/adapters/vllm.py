@@ -12,15 +12,14 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import fx
-from torch._inductor.custom_graph_pass import get_hash_for_files
 from torch.fx.experimental.symbolic_shapes import free_symbols
 from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
 from counterpoint.adapters import rewrite
 from counterpoint.adapters.axes import TURNS, VIEWS, Size, value
-from counterpoint.adapters.compile import on_one_host
+from counterpoint.adapters.depends_on import library
 from counterpoint.adapters.explain import Report
-from counterpoint.adapters.find import Collective
+from counterpoint.adapters.find import Collective, apart
 from counterpoint.adapters.rewriter import Rewriter
 from counterpoint.adapters.seams import taken
 from counterpoint.errors import InputError, UnsupportedError
@@ -101,9 +100,7 @@ class DecodePass:
             groups[name] = _group(name)
             given = cast(fx.Node, node.args[0])
             one = Collective(node, node, given, kind, groups[name].size(), name)
-            one.reason = self._refused(one, graph)
-            if not one.reason and not on_one_host(groups[name]):
-                one.reason = f"group {name} spans hosts"
+            one.reason = self._refused(one, graph) or apart(groups[name])
             found.append(one)
         report = Report.of(_rewritten(graph, found, groups))
         self.reports.append(report)
@@ -111,8 +108,12 @@ class DecodePass:
             logger.info("counterpoint: %s", report)
 
     def uuid(self) -> str:
-        """What vLLM's cache of compiled graphs knows this pass by."""
-        return get_hash_for_files((__file__, *rewrite.FILES), str(self.max_rows)).hex()
+        """What vLLM's cache of compiled graphs knows this pass by.
+
+        It is asked before there are ranks. vLLM keeps a cache for each rank and each number of
+        them, and what its graphs hold of a group is compared when they run.
+        """
+        return f"{library()} {self.max_rows}"
 
     def _refused(self, one: Collective, graph: fx.Graph) -> str:
         """Why an all-reduce is none of decoding; "": it is."""

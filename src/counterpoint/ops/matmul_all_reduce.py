@@ -91,7 +91,7 @@ def anew(
         raise refused(error, group, x) from None
     if key is None:
         op = torch.ops.counterpoint.matmul_all_reduce
-        return op(x, w, bias, spec, name, *scales, behind)
+        return op(x, w, bias, spec, name, group.size(), *scales, behind)
     return call.ran(operator_of(behind), (x, w, bias, *scales), spec, (), group, key)[0]
 
 
@@ -126,7 +126,7 @@ OPERATOR = operator_of("")
 
 
 def _run(
-    x: Tensor, w: Tensor, bias: Tensor | None, plan: str, group_name: str,
+    x: Tensor, w: Tensor, bias: Tensor | None, plan: str, group_name: str, group_size: int,
     x_scale: Tensor | None = None, w_scale: Tensor | None = None, behind: str = "",
 ) -> Tensor:  # fmt: skip
     (y,) = call.run(operator_of(behind), (x, w, bias, x_scale, w_scale), plan, (), group_name)
@@ -153,11 +153,11 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     dx = dy @ w.t() if need_x else None
     dw = x.flatten(0, -2).t() @ dy.flatten(0, -2) if need_w else None
     db = dy.flatten(0, -2).sum(0) if ctx.has_bias and need_bias else None
-    return dx, dw, db, None, None, None, None, None
+    return dx, dw, db, None, None, None, None, None, None
 
 
 register(
-    f"{OP}(Tensor x, Tensor w, Tensor? bias, str plan, str group_name, {OF_SCALES}, "
-    'str behind="") -> Tensor',
+    f"{OP}(Tensor x, Tensor w, Tensor? bias, str plan, str group_name, int group_size, "
+    f'{OF_SCALES}, str behind="") -> Tensor',
     _run, _fake, _backward, _save,
 )  # fmt: skip

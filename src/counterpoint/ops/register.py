@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.fx.node import has_side_effect
 
-from counterpoint.errors import UnsupportedError
+from counterpoint.errors import InputError, UnsupportedError
 from counterpoint.runtime.notice_board import NoticeBoard
+from counterpoint.runtime.ranks import group_of
 from counterpoint.runtime.workspace import workspaces
 
 LIBRARY = torch.library.Library("counterpoint", "FRAGMENT")
@@ -30,6 +31,9 @@ def register(
     Under vmap it is refused: what ranks do together has no batched form, and a loop over the batch
     would meet as often as this rank's batch is long.
 
+    Where a graph holds the size of its group, or this rank, and the group has another by now, a
+    call is refused: the graph would compute something else.
+
     Args:
         schema: its name, arguments and results, as torch writes them.
         run: what it does, on any device; the GPU of its first tensor is then the current one.
@@ -45,7 +49,8 @@ def register(
 
     op = schema.partition("(")[0]
     LIBRARY.define(schema)
-    LIBRARY.impl(op, _where_tensors_are(run), "CompositeExplicitAutograd")
+    run = _in_its_group(op, _where_tensors_are(run))
+    LIBRARY.impl(op, run, "CompositeExplicitAutograd")
     name = f"counterpoint::{op}"
     torch.library.register_fake(name, fake, lib=LIBRARY)
     torch.library.register_vmap(name, refuse_vmap, lib=LIBRARY)
@@ -109,6 +114,28 @@ def _where_tensors_are(run: Callable[..., Any]) -> Callable[..., Any]:
                         return run(*given)
                     with torch.cuda.device(t.device):
                         return run(*given)
+        return run(*given)
+
+    return there
+
+
+def _in_its_group(op: str, run: Callable[..., Any]) -> Callable[..., Any]:
+    """The same, where the size of the group and this rank are those of the arguments."""
+    names = [a.name for a in getattr(torch.ops.counterpoint, op).default._schema.arguments]
+    facts = [(names.index(name), name) for name in ("group_size", "rank") if name in names]
+    if not facts or "group_name" not in names:
+        return run
+    at = names.index("group_name")
+
+    @wraps(run)
+    def there(*given: Any) -> Any:
+        group = group_of(given[at])
+        for i, name in facts:
+            now = group.size() if name == "group_size" else group.rank()
+            if given[i] != now:
+                want = f"{now}, as group {given[at]} has it now"
+                fix = "call torch.compiler.reset() after making groups anew"
+                raise InputError(op, name, want=want, got=given[i], fix=fix)
         return run(*given)
 
     return there

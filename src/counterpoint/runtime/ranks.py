@@ -475,3 +475,20 @@ def group_of(name: str) -> dist.ProcessGroup:
             fix="pass group.group_name, after init_process_group or new_group "
             "and before destroy_process_group",
         ) from error
+
+
+def ranks_of_groups() -> dict[str, tuple[int, ...]] | None:
+    """The ranks of each group of this process by its name, in its order, this rank's own first.
+
+    None where this torch does not say it.
+    """
+    # private, as torch has no public list of groups
+    known: Any = getattr(getattr(dist.distributed_c10d, "_world", None), "pg_group_ranks", None)
+    if known is None:
+        return None
+    here = dist.get_rank() if dist.is_initialized() else 0
+    return {
+        group.group_name: (here, *sorted(ranks, key=ranks.__getitem__))
+        for group, ranks in known.items()
+        if isinstance(group, dist.ProcessGroup)
+    }

@@ -1,0 +1,14 @@
+"""A few of the random models of `make models`."""
+
+from pathlib import Path
+
+from random_models import as_written, by_inductor
+from rankpool import RankPool
+
+
+def test_models_as_written(pool: RankPool):
+    assert not as_written(pool, range(8), 0)
+
+
+def test_models_by_inductor_cold_warm_and_on_other_ranks(tmp_path: Path):
+    assert not by_inductor(range(3, 6), 2, str(tmp_path))
