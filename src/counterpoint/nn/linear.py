@@ -223,7 +223,8 @@ class ColumnParallelLinear(SlicedLinear):
     def _in_fp8(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         check_dim(self._get_name(), "gather_dim", self.gather_dim, x[..., 0])
         front, plan = x.movedim(self.gather_dim, 0), plan_key(self.OP, self.plan)
-        y = rowwise.gathered(front, weight, bias, self.group, plan)
+        dim = self.gather_dim % x.dim()
+        y = rowwise.gathered(front, weight, bias, self.group, plan, dim)
         return y.movedim(0, self.gather_dim).to(rowwise.result_of(x))
 
     def extra_repr(self) -> str:
@@ -299,7 +300,8 @@ class RowParallelLinear(SlicedLinear):
         if self.fp8:
             check_dim(self._get_name(), "scatter_dim", self.scatter_dim, x[..., 0])
             front, plan = x.movedim(self.scatter_dim, 0), plan_key(self.OP, self.plan)
-            y = rowwise.scattered(front, self.weight, bias, self.group, plan)
+            dim = self.scatter_dim % x.dim()
+            y = rowwise.scattered(front, self.weight, bias, self.group, plan, dim)
             return y.movedim(0, self.scatter_dim).to(rowwise.result_of(x))
         return matmul_reduce_scatter(
             x, self.weight.t(), group=self.group, bias=bias, plan=self.plan,

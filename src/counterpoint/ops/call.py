@@ -89,6 +89,9 @@ class Operator:
         ends: what remains to be done when the plan has run, on its operands; None: nothing.
         clears: rows of results that are none have to be zero.
         settings: facts that are not seen by its tensors, by name.
+        compares: likewise, of what stands around what runs: ranks compare them, and the same code
+            runs whatever they are.
+        name: as users know it; "": op.
 
     Attributes:
         known: those that have been declared, by op; of several of one op the first.
@@ -104,6 +107,8 @@ class Operator:
     ends: Callable[[Code | None], Action | None] | None = None
     clears: bool = False
     settings: tuple[tuple[str, bool | float | str], ...] = ()
+    compares: tuple[tuple[str, int | str], ...] = ()
+    name: str = ""
 
     def __post_init__(self) -> None:
         self.known.setdefault(self.op, self)
@@ -122,11 +127,11 @@ class Compiled(NamedTuple):
 
     Args:
         code: None: there is nothing to compute.
-        digest: of the facts.
+        digests: of the facts, for each `Operator.compares` that there were.
     """
 
     code: Code | None
-    digest: int
+    digests: dict[object, int]
 
 
 class Ready:
@@ -142,7 +147,8 @@ class Ready:
     ) -> None:
         self.workspace = workspace
         self.note = workspace.board.note
-        code, self.digest = self.code, _ = known
+        code = self.code = known.code
+        self.digest = known.digests[operator.compares]
         given = enumerate(zip(operator.inputs, tensors, strict=True))
         named = {buffer.name for buffer in code.program.plan.buffers} if code else set[str]()
         # positions of the tensors that are there, their buffers, and how they become operands; a
@@ -354,8 +360,8 @@ def prepare(
     known: Compiled | None = workspace.code.get(facts)
     # ranks that disagree would wait for one another, or compute something else: compared in words
     # at the first call with these facts, and at each call where that is asked for; else by digests
-    digest = known.digest if known else 0
-    if known is None or checking():
+    digest = known.digests.get(operator.compares) if known else None
+    if digest is None or checking():
         digest = _compare(operator, tensors, plan, rows, workspace, refused)
     elif refused is not None:
         workspace.board.refuse(refused)
@@ -372,8 +378,9 @@ def prepare(
                 like = {x.name: formed(t) if (formed := _form(x, t)) else t
                         for x, t in given if t is not None}  # fmt: skip
                 code = compiled(chosen, plan, workspace, like)
-        known = Compiled(code, digest)
+        known = Compiled(code, {})
         workspace.remember(facts, known)
+    known.digests[operator.compares] = digest
     outputs = operator.outputs(tensors, rows, ranks, rank)
     ready = Ready(workspace, known, operator, tensors, outputs)
     workspace.know(layout, ready)
@@ -396,12 +403,15 @@ def _compare(
 ) -> int:  # fmt: skip
     """Refuse a call whose facts differ between ranks, or that one of them refuses; their digest."""
     if operator.words is None:
-        here, wrong = words_of(operator.op, operator.inputs, tensors, plan, rows), None
+        here, wrong = words_of(operator.inputs, tensors, plan, rows), None
         here |= {name: str(value) for name, value in operator.settings}
     else:
         here, wrong = operator.words(tensors, rows, workspace.rank)
-        here = {"op": operator.op, "plan": plan} | here
-    return agree(operator.op, here, workspace, refused or wrong)
+        here = {"plan": plan} | here
+    around = {name: str(value) for name, value in operator.compares}
+    op = operator.name or operator.op
+    here = {"op": op} | around | here
+    return agree(op, here, workspace, refused or wrong)
 
 
 def compiled(plan: Plan, asked: str, workspace: Workspace, like: Operands | None = None) -> Code:

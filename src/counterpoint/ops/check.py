@@ -127,6 +127,13 @@ def check_dim(op: str, name: str, dim: int, x: Tensor) -> int:
     return dim % dims
 
 
+def asked_of(**tensors: Tensor | None) -> str:
+    """The names of those of which a gradient is asked for: backwards meet, so ranks compare it."""
+    if not torch.is_grad_enabled():
+        return ""
+    return " ".join(name for name, t in tensors.items() if t is not None and t.requires_grad)
+
+
 def autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     """Tensors as torch.autocast wants a matmul's: in its dtype, where it is on."""
     first = tensors[0]
