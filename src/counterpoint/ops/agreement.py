@@ -87,6 +87,21 @@ def agree(
     return digest_of(here)
 
 
+def note(here: Facts, workspace: Workspace) -> None:
+    """Say that a call begins; ranks compare its facts in words at the first like it, then digests.
+
+    Args:
+        here: see `agree`.
+
+    Raises:
+        InputError, PeerTimeoutError: see `agree`.
+    """
+    key = tuple(here.values())
+    if key not in workspace.agreed:
+        workspace.agreed[key] = agree(here["op"], here, workspace)
+    workspace.board.note(workspace.agreed[key])
+
+
 def tell(
     op: str, here: Facts, workspace: Workspace, value: T, refused: CounterpointError | None = None
 ) -> list[T]:

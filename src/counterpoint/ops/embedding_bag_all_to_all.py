@@ -123,14 +123,15 @@ def called(
     ):  # fmt: skip
         with torch.cuda.device(indices.device):
             return called(given, sparse, group, update)
-    ready, placed = ready_for(given, group)
+    asks = torch.is_grad_enabled()
+    ready, placed = ready_for(given, group, asks=asks)
     if out is None and (num_dispatch_modes() or not (
         PLAIN.issuperset(map(type, tables))
         and PLAIN.issuperset((type(indices), type(offsets), type(weights)))
     )):  # fmt: skip
         flat = ready.mean, last, sparse, ready.flat, [*ready.problem.rows], ready.dtype
         return _operator(Asked._make(given), (*flat, ready.workspace.rank), group, update)
-    if not torch.is_grad_enabled():
+    if not asks:
         return ready(tables, indices, offsets, weights, last, placed, out)
     # of all ranks or of none, whatever they train: the backward has an all-to-all too
     how = Backward(sparse, update)
@@ -183,8 +184,9 @@ def _run(*given: Any) -> Tensor:
     p, bags = problem_from(g.dims, g.batch, g.dtype), (g.tables, g.indices, g.offsets, g.weights)
     mode = "mean" if g.mean else "sum"
     asked = (*bags, mode, g.last, p.rows, p.tables, g.dtype, None, g.plan)
-    ready, placed = ready_for(asked, group_of(g.group_name))
-    return ready(*bags, g.last, placed)
+    asks = g.anchor is not None
+    ready, placed = ready_for(asked, group_of(g.group_name), asks=asks)
+    return ready(*bags, g.last, placed, asks=asks)
 
 
 def _fake(*given: Any) -> Tensor:
