@@ -256,6 +256,8 @@ def key_of(
             kind = type(t)
             if (kind is not Tensor and kind is not Parameter) or (grad and t.requires_grad):
                 return None
+            if t.is_neg():  # its numbers are not those in memory: the dispatcher makes them so
+                return None
             key += (t.shape, t.stride(), t.dtype, t.device)
         if counted:
             key[3] = first.shape[1:]
@@ -456,24 +458,48 @@ def run(
 def _form(given: Input, tensor: Tensor) -> Callable[[Tensor], Tensor] | None:
     """How the tensor becomes the 2-D operand of the plan; None: it is one already."""
     if given.form == "given":
-        return None
+        if _in_order(tensor) or tensor.dim() < 2 or _in_order(tensor.mT):
+            return None
+        by_column = not tensor.is_contiguous() and tensor.mT.is_contiguous()
+        if by_column:
+            return lambda t: _without_gaps(t.mT).mT
+        return _without_gaps if tensor.is_contiguous() else None
     if given.form == "plain":
-        return None if tensor.is_contiguous() else Tensor.contiguous
+        return None if _in_order(tensor) else _without_gaps
     if given.form == "row":
-        return lambda t: t.contiguous().view(1, -1)
+        return lambda t: _without_gaps(t).view(1, -1)
     if given.form == "heads":
-        return lambda t: t.contiguous().flatten(1)
+        return lambda t: _without_gaps(t).flatten(1)
     if tensor.dim() == 1:  # the one scale of a tensor
-        return lambda t: t.view(1, 1)
+        return lambda t: _without_gaps(t).view(1, 1)
     if given.form == "rows":
-        if not tensor.is_contiguous():
-            return lambda t: t.contiguous().flatten(0, -2)
+        if not _in_order(tensor):
+            return lambda t: _without_gaps(t).flatten(0, -2)
         return None if tensor.dim() == 2 else lambda t: t.flatten(0, -2)
     if tensor.dtype in FP8:
-        return None if tensor.t().is_contiguous() else lambda t: t.t().contiguous().t()
+        return None if _in_order(tensor.t()) else lambda t: _without_gaps(t.t()).t()
     # as the matmul library takes it: one of the two dims without gaps
     row_stride, col_stride = tensor.stride()
     plain = (col_stride == 1 and row_stride >= tensor.shape[1]) or (
         row_stride == 1 and col_stride >= tensor.shape[0]
     )
-    return None if plain else lambda t: t.contiguous()
+    return None if plain else _without_gaps
+
+
+def _in_order(t: Tensor) -> bool:
+    """Whether strides are those of new memory, also of dims of one element, where any are legal."""
+    return t.stride() == _strides(t.shape)
+
+
+def _without_gaps(t: Tensor) -> Tensor:
+    """The numbers in order: a tensor of which `_in_order` holds."""
+    t = t.contiguous()
+    return t if _in_order(t) else t.as_strided(t.shape, _strides(t.shape))
+
+
+def _strides(shape: Sequence[int]) -> Shape:
+    """Of new memory."""
+    found = [1] * len(shape)
+    for dim in range(len(shape) - 1, 0, -1):
+        found[dim - 1] = found[dim] * max(shape[dim], 1)
+    return tuple(found)
