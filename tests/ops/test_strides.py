@@ -1,4 +1,4 @@
-"""Operands that lie in any legal way, on one rank alone: results are those of tensors without gaps."""
+"""Operands that lie in any legal way, on one rank alone: results are those of others."""
 
 import os
 from collections.abc import Callable, Iterator

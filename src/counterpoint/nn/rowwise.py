@@ -14,7 +14,7 @@ from torch import Tensor
 from counterpoint.ops import all_gather_matmul, matmul_reduce_scatter
 from counterpoint.ops.around import Around
 from counterpoint.ops.backward import gradients_of_gather, gradients_of_scatter
-from counterpoint.ops.check import asked_of
+from counterpoint.ops.check import asked_of, check_dense
 from counterpoint.ops.scaled import Scaled
 
 DTYPE, RESULT = torch.float8_e4m3fn, torch.bfloat16
@@ -50,7 +50,7 @@ def gathered(
     Args:
         dim: of the caller's x that has been moved to the front.
     """
-    return _Gathered.apply(*_given(x, weight, bias), group, plan, dim)  # pyright: ignore
+    return _Gathered.apply(*_given(x=x, weight=weight, bias=bias), group, plan, dim)  # pyright: ignore
 
 
 def scattered(
@@ -61,12 +61,13 @@ def scattered(
     Args:
         dim: see `gathered`.
     """
-    return _Scattered.apply(*_given(x, weight, bias), group, plan, dim)  # pyright: ignore
+    return _Scattered.apply(*_given(x=x, weight=weight, bias=bias), group, plan, dim)  # pyright: ignore
 
 
-def _given(*tensors: Tensor | None) -> tuple[Any, ...]:
+def _given(**named: Tensor | None) -> tuple[Any, ...]:
     """In bf16, and of which of x and the weight a gradient is asked for."""
-    x, weight, bias = (t if t is None else t.to(RESULT) for t in tensors)
+    check_dense("to_fp8", **{name: t for name, t in named.items() if t is not None})
+    x, weight, bias = (t if t is None else t.to(RESULT) for t in named.values())
     return x, weight, bias, asked_of(x=x, w=weight)
 
 

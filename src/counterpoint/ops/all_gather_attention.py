@@ -282,15 +282,26 @@ def _fake_backward(
     return [t.new_empty(t.shape) for t in given[:3]]
 
 
+def _flops(q: Any, k: Any, *rest: Any, **_: object) -> int:
+    """As torch counts its own, causal or not."""
+    _, _, _, _, _, group_size, *_ = rest
+    return 4 * prod(q) * k[0] * group_size
+
+
+def _flops_of_backward(given: Any, *rest: Any, **_: object) -> int:
+    q, k, *_ = given
+    return 10 * prod(q) * k[0] * rest[-1]
+
+
 _WHERE = "bool causal, float scale, str plan, str group_name, int group_size"
 register(
     f'{OP}(Tensor q, Tensor k, Tensor v, {_WHERE}, str layout="bshd", str requires_grad="") '
     "-> (Tensor, Tensor)",
-    _run, _fake, _backward, _save,
+    _run, _fake, _backward, _save, flops=_flops,
 )  # fmt: skip
 register(
     f"{BACKWARD}(Tensor[] given, {_WHERE}) -> Tensor[]",
-    _run_backward, _fake_backward, refuse_double,
+    _run_backward, _fake_backward, refuse_double, flops=_flops_of_backward,
 )  # fmt: skip
 
 

@@ -532,22 +532,29 @@ def _rank(group_name: str) -> int:
     return dist.get_rank(group_of(group_name))
 
 
+def _flops(x: Any, w: Any, *_: object, out_shape: Any, **__: object) -> int:
+    weights, results = (w, out_shape) if isinstance(w, list) else ([w], [out_shape])
+    results = results if isinstance(results[0], Sequence) else [results] * len(weights)
+    return sum(2 * prod(y) * each[0] for y, each in zip(results, weights, strict=True))
+
+
 _WHERE = "str plan, int[] rows, str group_name, int group_size"
 _AROUND = 'int gather_dim=0, str requires_grad=""'
 register(
     f"{OP}(Tensor x, Tensor w, Tensor? bias, {_WHERE}, {OF_SCALES}, {_AROUND}) -> Tensor",
-    _run, _fake, _backward, _save,
+    _run, _fake, _backward, _save, flops=_flops,
 )  # fmt: skip
 register(
     f"{SEVERAL}(Tensor x, Tensor[] w, {_WHERE}, {_AROUND}) -> Tensor[]",
-    _run_several, _fake_several, _backward_of_several, _save_several,
+    _run_several, _fake_several, _backward_of_several, _save_several, flops=_flops,
 )  # fmt: skip
 register(
     f"{OP}_contracted(Tensor xt, Tensor w, {_WHERE}, int rank, {_AROUND}) -> Tensor",
     _run_contracted, _fake_contracted, _backward_of_contracted, _save_contracted,
+    flops=_flops,
 )  # fmt: skip
 register(
     f"{ACTIVATED}(Tensor x, Tensor[] w, Tensor? bias, str activation, {_WHERE}, {OF_SCALES}, "
     "Tensor? up_scale=None, int gather_dim=0) -> Tensor",
-    _run_activated, _fake_activated,
+    _run_activated, _fake_activated, flops=_flops,
 )  # fmt: skip

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from counterpoint.errors import CounterpointError, UnsupportedError
@@ -35,7 +36,7 @@ from counterpoint.runtime.workspace import Operands, Workspace, workspace_of, wo
 # both private, and asked at each call: a feature test holds them
 num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack  # pyright: ignore
 _any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled  # pyright: ignore
-_transform: Callable[[], object] = torch._C._functorch.peek_interpreter_stack  # pyright: ignore
+transformed: Callable[[], object] = torch._C._functorch.peek_interpreter_stack  # pyright: ignore
 Shape = tuple[int, ...]
 Tensors = Sequence[Tensor | None]  # of a call, in the order of its operator's inputs
 Words = tuple[dict[str, str], CounterpointError | None]
@@ -236,7 +237,9 @@ def key_of(
         counted: how many rows the first tensor has is nothing to remember.
     """
     # a compiler first: it traces what follows
-    if torch.compiler.is_compiling() or num_dispatch_modes() or _any_autocast() or _transform():
+    if torch.compiler.is_compiling() or num_dispatch_modes() or _any_autocast() or transformed():
+        return None
+    if forward_ad._current_level >= 0:
         return None
     if type(dim) is not int:
         return None

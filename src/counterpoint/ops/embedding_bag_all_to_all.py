@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from counterpoint.errors import InputError
-from counterpoint.ops.call import num_dispatch_modes
-from counterpoint.ops.check import check_group
+from counterpoint.ops.call import num_dispatch_modes, transformed
+from counterpoint.ops.check import check_group, is_fake
 from counterpoint.ops.embedding_autograd import (
     ANCHOR,
     TRAINED,
@@ -118,6 +118,9 @@ def called(
             return _between_graphs(given, sparse, group, update)
         asked = Asked._make(given)
         return _operator(asked, described(asked, sparse, group), group, update)
+    if transformed() or (num_dispatch_modes() and is_fake(indices)):
+        asked = Asked._make(given)
+        return _operator(asked, described(asked, sparse, group), group, update)
     if type(indices) is Tensor and indices.is_cuda and (
         indices.device.index != torch.cuda.current_device()
     ):  # fmt: skip
@@ -156,6 +159,9 @@ def _operator(
     )  # fmt: skip
 
 
+TRACED = "compiling, or under transforms of torch.func"
+
+
 def described(asked: Asked, sparse: bool, group: dist.ProcessGroup) -> tuple[Any, ...]:
     """What the operator needs beside tensors, without asking other ranks: in a compiled graph.
 
@@ -164,12 +170,12 @@ def described(asked: Asked, sparse: bool, group: dist.ProcessGroup) -> tuple[Any
     """
     check_bags(*asked[:6])
     if asked.dims is None:
-        raise InputError(OP, "dims", want="given while compiling", got=None)
+        raise InputError(OP, "dims", want=f"given while {TRACED}", got=None)
     tables, batch, ranks = asked.tables, asked.batch, group.size()
     if batch is None:
         bags = (asked.offsets.numel() - asked.last) // max(len(tables), 1)
         if not tables or bags % ranks:
-            raise InputError(OP, "batch", want="given while compiling", got=f"{bags} bags")
+            raise InputError(OP, "batch", want=f"given while {TRACED}", got=f"{bags} bags")
         batch = [bags // ranks] * ranks
     if not tables and asked.dtype is None:
         raise InputError(OP, "dtype", want="given where there are no tables", got=None)

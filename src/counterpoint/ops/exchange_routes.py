@@ -13,7 +13,7 @@ from torch import Tensor
 
 from counterpoint.errors import CounterpointError, InputError
 from counterpoint.ops.agreement import agree, checking, note, refused
-from counterpoint.ops.check import asked_of, check_dense, check_group, check_place
+from counterpoint.ops.check import asked_of, check_dense, check_group, check_place, is_fake
 from counterpoint.ops.register import refuse_double, register
 from counterpoint.ranges import whole
 from counterpoint.runtime import device_routes
@@ -115,9 +115,11 @@ def exchange_routes(
     except CounterpointError as error:
         raise refused(error, group, experts) from None
     drops = capacity == "drop"
+    traced = not torch.compiler.is_compiling() and is_fake(experts)
+    place = group.group_name, str(experts.device)
     each, counts, numbers, lists, dropped = torch.ops.counterpoint.exchange_routes(
         experts, weights.float(), num_experts, max_rows,
-        1 if max_rows is None else num_islands(group.group_name, str(experts.device)), drops,
+        1 if max_rows is None or traced else num_islands(*place), drops,
         group.group_name, group.size(), asked_of(weights=weights),
     )  # fmt: skip
     top_k, lost = 0 if max_rows is None else experts.shape[1], dropped if drops else None

@@ -293,13 +293,21 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     return dx, dw, db, *[None] * 9
 
 
+def _flops(x: Any, w: Any, *_: object, **__: object) -> int:
+    return 2 * prod(x) * w[1]
+
+
+def _flops_of_sum(x: Any, w: Any, *_: object, **__: object) -> int:
+    return sum(map(_flops, x, w))
+
+
 _WHERE = "str plan, int[] rows, str group_name, int group_size, int rank"
 register(
     f"{OP}(Tensor x, Tensor w, Tensor? bias, {_WHERE}, {OF_SCALES}, int scatter_dim=0, "
     'str requires_grad="") -> Tensor',
-    _run, _fake, _backward, _save,
+    _run, _fake, _backward, _save, flops=_flops,
 )  # fmt: skip
 register(
     f"{OP}_sum(Tensor[] x, Tensor[] w, {_WHERE}) -> Tensor",
-    _run_sum, _fake_sum, refuse_double_matmul,
+    _run_sum, _fake_sum, refuse_double_matmul, flops=_flops_of_sum,
 )  # fmt: skip

@@ -22,6 +22,7 @@ from counterpoint.ops.call import Operator, Output, Tensors, Words, present
 from counterpoint.ops.check import asked_of, autocast
 from counterpoint.ops.exchange_routes import Routes
 from counterpoint.ops.expert_gradients import weight_gradient
+from counterpoint.ops.expert_operators import flops_of_combine, flops_of_dispatch
 from counterpoint.ops.experts_check import check_operands
 from counterpoint.ops.fused_experts import COMBINE, DISPATCH
 from counterpoint.ops.plans import backward_plan, family_of, of_islands, plan_key
@@ -311,11 +312,11 @@ _WHERE = 'str plan, str group_name, int group_size, str requires_grad=""'
 register(
     f"all_to_all_matmul_routed({_GIVEN}, SymInt rows, bool keep, SymInt top, {_WHERE})"
     " -> (Tensor, Tensor)",
-    _dispatch, _fake_dispatch, _backward_dispatch, _save_dispatch,
+    _dispatch, _fake_dispatch, _backward_dispatch, _save_dispatch, flops=flops_of_dispatch,
 )  # fmt: skip
 # weights: of rows; None is 1. add: to the products, row by row. tokens: rows of y
 register(
     f"matmul_all_to_all_routed({_GIVEN}, Tensor? weights, Tensor? add, SymInt tokens, "
     f"SymInt top, {_WHERE}) -> Tensor",
-    _combine, _fake_combine, _backward_combine, _save_combine,
+    _combine, _fake_combine, _backward_combine, _save_combine, flops=flops_of_combine,
 )  # fmt: skip

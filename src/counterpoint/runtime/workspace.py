@@ -68,6 +68,9 @@ class Workspace:
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        if dist.get_backend(group) == "fake":
+            what = "counterpoint: torch's fake process group has no other ranks to call"
+            raise UnsupportedError(f"{what}; take fake tensors with it, for shapes alone")
         self.group = group
         self.device = device
         self.rank = dist.get_rank(group)
