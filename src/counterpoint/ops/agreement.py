@@ -46,7 +46,7 @@ def words_of(
     inputs: Sequence[Input], tensors: Sequence[Tensor | None], plan: str, rows: Sequence[int]
 ) -> Facts:
     """The facts of a call in words."""
-    here: Facts = {}
+    here: Facts = {"rows": str(tuple(rows)), "plan": plan}
     for given, tensor in zip(inputs, tensors, strict=True):
         if given.form == "row":
             here[f"{given.name} is None"] = str(tensor is None)
@@ -56,9 +56,7 @@ def words_of(
             free = given.own and rows  # a shard then has a dim 0 of its own on each rank
             here[f"{given.name}.shape"] = str(tuple(tensor.shape[1 if free else 0 :]))
     first = next(t for t in tensors if t is not None)
-    here |= {f"{inputs[0].name}.dtype": str(first.dtype), "plan": plan}
-    here["rows"] = str(tuple(rows))
-    return here
+    return here | {f"{inputs[0].name}.dtype": str(first.dtype)}
 
 
 def agree(

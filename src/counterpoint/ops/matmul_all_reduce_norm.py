@@ -132,4 +132,4 @@ def _normed(
 def _facts(norm: Norm, residual: bool, norm_bias: bool, scale: bool) -> str:
     """What ranks have to do alike with the sum."""
     there = f"residual={residual} norm_bias={norm_bias} scale={scale}"
-    return f"norm={norm.kind} eps={norm.eps} fp8={norm.fp8} {there}"
+    return f"norm={norm.kind} eps={norm.eps} out_dtype={'fp8' if norm.fp8 else 'sum'} {there}"
