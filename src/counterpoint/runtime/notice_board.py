@@ -648,6 +648,9 @@ def difference(here: Facts, there: Facts) -> tuple[str, str, str]:
         got = there.get(name, f"op {there.get('op', 'another')}")
         if got != want:
             return name, want, got
+    for name, got in there.items():
+        if name not in here:
+            return name, "none", got
     return "call", "a known call", "another call"
 
 
