@@ -87,7 +87,7 @@ def all_gather_attention(
     try:
         q, k, v = autocast(q, k, v)  # type: ignore[assignment]
         rows_first = _rows_first(layout, q=q, k=k, v=v)
-        _check(*rows_first, layout, causal)
+        _check(*rows_first, layout=layout, causal=causal)
         _check_settings(causal, scale)
         spec = plan_key(OP, plan)
     except CounterpointError as error:
@@ -123,7 +123,7 @@ def _rows_first(layout: object, **given: Tensor) -> list[Tensor]:
     return [tensor.permute(ROWS_FIRST[layout]) for tensor in given.values()]  # pyright: ignore[reportArgumentType]
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, layout: Layout | None, causal: object) -> None:
+def _check(q: Tensor, k: Tensor, v: Tensor, *, layout: Layout | None, causal: object) -> None:
     """Refuse what does not fit, of rows first.
 
     Raises:
@@ -163,7 +163,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, layout: Layout | None, causal: objec
         raise InputError(OP, "v", want=f"{shown(k)} as k", got=shown(v))
 
 
-def _check_settings(causal: object, scale: object) -> None:
+def _check_settings(causal: object, scale: float | None) -> None:
     """Refuse what they cannot be.
 
     Raises:
@@ -282,15 +282,13 @@ def _fake_backward(
     return [t.new_empty(t.shape) for t in given[:3]]
 
 
-def _flops(q: Any, k: Any, *rest: Any, **_: object) -> int:
+def _flops(q: Any, k: Any, *rest: Any, **_: Any) -> int:
     """As torch counts its own, causal or not."""
-    _, _, _, _, _, group_size, *_ = rest
-    return 4 * prod(q) * k[0] * group_size
+    return 4 * prod(q) * k[0] * rest[5]
 
 
 def _flops_of_backward(given: Any, *rest: Any, **_: object) -> int:
-    q, k, *_ = given
-    return 10 * prod(q) * k[0] * rest[-1]
+    return 10 * prod(given[0]) * given[1][0] * rest[-1]
 
 
 _WHERE = "bool causal, float scale, str plan, str group_name, int group_size"

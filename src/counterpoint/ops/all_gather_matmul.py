@@ -283,7 +283,7 @@ def _contracted(
         raise InputError(OP, "x", want=want, got=tuple(x.shape))
     where = (plan_key(OP, plan), counts, group.group_name, group.size(), group.rank())
     op, around = torch.ops.counterpoint.all_gather_matmul_contracted, (x.dim() - 1,)
-    y = op(x.flatten(0, -2).t(), w, *where, *around, asked_of(x=x, w=w))
+    y = op(x.flatten(0, -2).t(), w, *where, *around, asked_of(x=x, w=w))  # type: ignore[arg-type]
     y = y.view(*x.shape[:-1], w.shape[1])  # type: ignore[union-attr]
     return y if bias is None else y + bias
 

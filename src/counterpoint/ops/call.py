@@ -239,7 +239,7 @@ def key_of(
     # a compiler first: it traces what follows
     if torch.compiler.is_compiling() or num_dispatch_modes() or _any_autocast() or transformed():
         return None
-    if forward_ad._current_level >= 0:
+    if forward_ad._current_level >= 0:  # pyright: ignore[reportPrivateUsage]
         return None
     if type(dim) is not int:
         return None

@@ -248,8 +248,8 @@ def _run(
     x: Tensor, w: Tensor, bias: Tensor | None,
     plan: str, rows: list[int], group_name: str, *rest: Any,
 ) -> Tensor:  # fmt: skip
-    _, _, *rest = rest  # behind size and rank
-    scales, around = rest[:2] or NO_SCALES, rest[2:]
+    # behind size and rank
+    scales, around = rest[2:4] or NO_SCALES, rest[4:]
     (y,) = call.run(operator_of(*around), (x, w, bias, *scales), plan, rows, group_name)
     return y
 

@@ -91,11 +91,11 @@ def _transformed(
             return None, *(g for need, given in each for g in _in_a_row(need, given))
 
         @staticmethod
-        def vmap(*_: object) -> NoReturn:
+        def vmap(*_: object) -> NoReturn:  # pyright: ignore[reportIncompatibleMethodOverride]
             refuse_vmap(op)
 
         @staticmethod
-        def jvp(*_: object) -> NoReturn:
+        def jvp(*_: object) -> NoReturn:  # pyright: ignore[reportIncompatibleMethodOverride]
             refuse_forward_mode(op)
 
     def call(*given: Any) -> Any:
@@ -155,7 +155,7 @@ def _where_tensors_are(op: str, run: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(run)
     def there(*given: Any) -> Any:
-        if forward_ad._current_level >= 0:
+        if forward_ad._current_level >= 0:  # pyright: ignore[reportPrivateUsage]
             _refuse_tangents(op, given)
         for each in given:
             for t in each if isinstance(each, list) else (each,):
