@@ -81,8 +81,6 @@ def backwards(number: float, group: dist.ProcessGroup) -> torch.Tensor:
     return torch.autograd.grad(y.sum(), (x, w))[0][:, 0] / K
 
 
-
-
 CALLS: dict[str, Callable[[float, dist.ProcessGroup], torch.Tensor]] = {
     "gathers": gathers, "scatters": scatters, "copies": copies, "several": several,
     "backwards": backwards,

@@ -48,16 +48,18 @@ class Operands(NamedTuple):
     bias: Tensor | None
 
 
-def quantised(t: Tensor, kind: str, dtype: torch.dtype = E4M3, scale: Tensor | None = None) -> Any:
-    """x [..., K] with scales of its rows or of 1x128, or one, which may be given."""
+def quantised(t: Tensor, kind: str, dtype: torch.dtype = E4M3) -> Any:
+    """x [..., K] with scales of its rows or of 1x128, or one."""
     top = torch.finfo(dtype).max
     if kind == "block":
         blocks = t.unflatten(-1, (-1, 128))
         scale = blocks.abs().amax(-1).clamp(min=1e-12) / top
         return cp.Scaled((blocks / scale[..., None]).flatten(-2).to(dtype), scale)
-    if scale is None:
-        scale = t.abs().amax(-1, keepdim=True).clamp(min=1e-12) / top if kind == "row" else None
-        scale = t.abs().amax() / top if scale is None else scale
+    least = t.new_full((1,), 1e-12)
+    largest = t.abs().amax(-1, keepdim=True).maximum(least)
+    if kind == "tensor":
+        largest = torch.cat([largest.flatten(), least]).amax()
+    scale = largest / top
     return cp.Scaled((t / scale).to(dtype), scale)
 
 
@@ -83,14 +85,9 @@ def operands(case: Case, ranks: int, seed: int, dev: torch.device) -> list[Opera
         x = x * torch.rand(*x.shape[:-1], 1, generator=generator).exp2().pow(4)
         found.append((x, torch.randn(case.n, case.k, generator=generator) * (1 + rank)))
     bias = torch.randn(case.n, generator=torch.Generator().manual_seed(seed)).bfloat16()
-    one = None
-    if case.kind == "tensor" and case.op == AG:  # of all ranks' x
-        one = (
-            torch.cat([x.flatten() for x, _ in found]).abs().amax() / torch.finfo(case.x_dtype).max
-        )
     return [
         Operands(
-            cp.Scaled(*(t.to(dev) for t in quantised(x, case.kind, case.x_dtype, one))),
+            cp.Scaled(*(t.to(dev) for t in quantised(x, case.kind, case.x_dtype))),
             cp.Scaled(*(_moved(t, dev) for t in quantised_weight(w, case.kind))),
             bias.to(dev) if case.bias else None,
         )
@@ -139,10 +136,10 @@ def off(case: Case, seed: int = 0, run: Callable[[Case, Operands], Tensor] = cal
         y = run(case, mine)
         if case.op == AG:
             whole = _gathered([each.x for each in everyone])
-            want, plain = (
-                exact(whole) @ exact(mine.w),
-                unsharded(case.kind, whole, mine.w, mine.bias),
-            )
+            kind, w = case.kind, mine.w
+            if kind == "tensor":
+                kind, w = "row", w._replace(scale=w.scale.expand(1, w.data.shape[1]))
+            want, plain = exact(whole) @ exact(w), unsharded(kind, whole, w, mine.bias)
         else:
             parts = [unsharded(case.kind, each.x, each.w, None).double() for each in everyone]
             want = torch.stack([exact(each.x) @ exact(each.w) for each in everyone]).sum(0)
@@ -166,7 +163,9 @@ def off(case: Case, seed: int = 0, run: Callable[[Case, Operands], Tensor] = cal
 
 
 def _gathered(shards: Sequence[cp.Scaled]) -> cp.Scaled:
-    scales = [each.scale for each in shards]
-    scale = torch.cat(scales) if scales[0].dim() else scales[0]
+    """Of all ranks, where one scale of a rank is that of each of its rows."""
+    scales = [each.scale if each.scale.dim() else each.scale.expand(*each.data.shape[:-1], 1)
+              for each in shards]  # fmt: skip
+    scale = torch.cat(scales)
     data = torch.cat([each.data.view(torch.uint8) for each in shards])
     return cp.Scaled(data.view(shards[0].data.dtype), scale)

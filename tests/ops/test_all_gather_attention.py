@@ -152,10 +152,37 @@ def test_arguments_are_checked(rank: int, ranks: int) -> None:
         ("v must be (1, 8, 2, 8) as k, got (1, 8, 1, 8)", (q, k, v[:, :, :1]), {}),
         ("causal must be True or False, got 1", (q, k, v), {"causal": 1}),
         ("scale must be a number above 0, or None, got -1", (q, k, v), {"scale": -1}),
+        ("layout must be one of bshd, bhsd, or None, got 'sbhd'", (q, k, v), {"layout": "sbhd"}),
+        ("q must be [batch, heads, rows of this rank, head dim], of 4 dims, got 3-D", (q[0], k, v),
+         {"layout": "bhsd"}),
+        ("k must be [1, a divisor of 4 heads, 8, 8], got (1, 3, 8, 8)",
+         (q.transpose(1, 2), torch.zeros(1, 3, 8, 8), v), {"layout": "bhsd"}),
+        ('k must be [batch, rows of this rank, heads, head dim] of as many rows as heads or more '
+         'where layout is None, got (1, 4, 8, 8); pass layout="bhsd" if dims are [batch, heads, ',
+         (q.transpose(1, 2),) * 3, {}),
+        ("k must be [1, 4, a divisor of 8 heads, 8], got (1, 2, 8, 8); pass layout=",
+         tuple(t.transpose(1, 2) for t in (q, k, v)), {}),
     ]  # fmt: skip
     for text, given, options in wrong_calls:
         with pytest.raises(cp.InputError, match=f"^{OP}: {re.escape(text)}"):
             cp.all_gather_attention(*given, **options)
+
+
+@pytest.mark.parametrize("heads", [(4, 2), (4, 4)], ids=str)
+@on_ranks(2)
+def test_heads_before_rows(rank: int, ranks: int, heads: tuple[int, int]) -> None:
+    """The same numbers, and gradients, in the layout of scaled_dot_product_attention."""
+    given = [torch.randn(2, 6, h, 8) for h in (heads[0], heads[1], heads[1], heads[0])]
+    dy = given.pop()
+    plain = [t.clone().requires_grad_() for t in given]
+    want = cp.all_gather_attention(*plain, layout="bshd", causal=True)
+    want.backward(dy)
+    moved = [t.transpose(1, 2).contiguous().requires_grad_() for t in given]
+    got = cp.all_gather_attention(*moved, layout="bhsd", causal=True)
+    got.backward(dy.transpose(1, 2))
+    assert torch.equal(got, want.transpose(1, 2))
+    for one, other in zip(moved, plain, strict=True):
+        assert torch.equal(one.grad, other.grad.transpose(1, 2))
 
 
 @on_ranks(2)

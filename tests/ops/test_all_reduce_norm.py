@@ -293,7 +293,10 @@ def test_ranks_that_differ_are_told(rank: int, ranks: int) -> None:
             "residual.shape must be equal on all ranks, .2, 8. as on rank 0, got None",
             {"residual": None},
         ),
-        ("fp8 must be equal on all ranks, False as on rank 0, got True", {"out_dtype": FP8}),
+        (
+            "out_dtype must be equal on all ranks, None as on rank 0, got torch.float8_e4m3fn",
+            {"out_dtype": FP8},
+        ),
     ]
     for text, other in cases:
         given: dict[str, Any] = {"residual": r, "eps": eps} | (other if rank else {})

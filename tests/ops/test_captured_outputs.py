@@ -20,7 +20,7 @@ from counterpoint.runtime.workspace import Workspace
 def ready_of(bags: Bags, p: Problem, plan: str, out: Any) -> Ready:
     given = (bags.tables, bags.indices, bags.offsets, None, "sum", True, p.rows, p.tables,
              torch.float32, out, plan)  # fmt: skip
-    return ready_for(given, world()).ready
+    return ready_for(given, world(), asks=False).ready
 
 
 def captures(_: torch.device) -> bool:

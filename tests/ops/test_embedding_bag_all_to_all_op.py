@@ -172,7 +172,7 @@ def ready_of(bags: Bags, p: Problem, plan: str, out: Any = None, mode: str = "su
     """What such calls run with: no rank meets another one before it does."""
     given = (bags.tables, bags.indices, bags.offsets, bags.weights, mode, True, p.rows, p.tables,
              dtype_of(p), out, plan)  # fmt: skip
-    return ready_for(given, world()).ready
+    return ready_for(given, world(), asks=False).ready
 
 
 def by_ready(ready: Ready, bags: Bags, out: Any = None) -> torch.Tensor:

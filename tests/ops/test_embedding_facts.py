@@ -110,7 +110,7 @@ class Ranks:
         return embedding_facts.Asked(**given | more)
 
     def agreed(self, bags: Any, **more: Any) -> Any:
-        return embedding_facts.agreed(self.asked(bags, **more), self.workspace)
+        return embedding_facts.agreed(self.asked(bags, **more), self.workspace, False)
 
     def tables(self, bags: Any, **more: Any) -> Any:
         return self.agreed(bags, **more)[0].tables
@@ -121,7 +121,7 @@ class Ranks:
         with pytest.MonkeyPatch.context() as patch:
             where = property(lambda _: torch.device("cuda:0"))
             patch.setattr(embedding_facts.Asked, "device", where)
-            return embedding_call.ready_for(tuple(asked), self.workspace.group).ready
+            return embedding_call.ready_for(tuple(asked), self.workspace.group, asks=False).ready
 
     def chosen(self, pooled: int = 0, into: bool = True, **more: Any) -> str:
         """Of MLPerf's tables, which no rank here has."""

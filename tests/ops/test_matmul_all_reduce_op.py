@@ -63,7 +63,11 @@ def test_ranks_that_differ_in_the_norm_are_told(rank: int, ranks: int) -> list[s
         (rms, layer, "norm must be equal on all ranks, rms as on rank 0, got layer"),
         (rms, lambda: rms(residual=None), "residual must .*, True as on rank 0, got False"),
         (layer, lambda: layer(norm_bias=ones), "norm_bias must .*, False as on rank 0, got True"),
-        (rms, lambda: rms(**fp8), "fp8 must be equal on all ranks, False as on rank 0, got True"),
+        (
+            rms,
+            lambda: rms(**fp8),
+            "out_dtype must be equal on all ranks, None as on rank 0, got torch.float8_e4m3fn",
+        ),
         (lambda: rms(**fp8), lambda: rms(**fp8, scale=one), "scale must .*, got True on rank 1"),
         (lambda: cp.matmul_all_reduce(x, w), rms, "norm must .*, none as on rank 0, got rms"),
         (rms, lambda: cp.matmul_all_reduce(x, w), "norm must .*, rms as on rank 0, got none"),

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from counterpoint.errors import InputError
-from counterpoint.nn.grouped import Grouped
+from counterpoint.nn.grouped import Grouped, no_view
 from counterpoint.ops import agreement, experts_check
 from counterpoint.ops.activations import swiglu
 from counterpoint.ops.all_to_all_matmul import all_to_all_matmul
@@ -26,6 +26,7 @@ from counterpoint.ops.check import (
     check_layer,
     check_place,
     check_plan,
+    is_fake,
 )
 from counterpoint.ops.exchange_counts import exchange_counts
 from counterpoint.ops.exchange_routes import check_capacity, exchange_routes, num_islands
@@ -49,9 +50,13 @@ class _Spread(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, token: Tensor, places: Tensor) -> Tensor:
-        ctx.save_for_backward(places)
+    def forward(x: Tensor, token: Tensor, places: Tensor) -> Tensor:
         return x.index_select(0, token)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        _, _, places = inputs
+        ctx.save_for_backward(places)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -206,7 +211,7 @@ class ExpertParallelMLP(Grouped):
         assert experts is not None and weights is not None
         if logits is None:
             self._check_ids(experts)
-        return self._through(x, experts, weights)
+        return no_view(self._through(x, experts, weights))
 
     def _through(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         top_k, tokens = experts.shape[-1], x.reshape(-1, x.shape[-1])
@@ -245,7 +250,8 @@ class ExpertParallelMLP(Grouped):
             return True
         if family not in ("auto", "islands"):
             return family == "routed"
-        return num_islands(self.group.group_name, str(x.device)) > 1
+        traced = not torch.compiler.is_compiling() and is_fake(x)
+        return not traced and num_islands(self.group.group_name, str(x.device)) > 1
 
     def _room(self, tokens: Tensor, top_k: int) -> Room | None:
         """Room for all rows of a call that does not wait; None where another way is to be gone.
@@ -253,7 +259,7 @@ class ExpertParallelMLP(Grouped):
         That is where `max_rows` is given, a plan is named that the host lays out, or no one kernel
         takes the call; where memory is short; and in a compiled graph, whose sizes are its own.
         """
-        if self.max_rows is not None or torch.compiler.is_compiling():
+        if self.max_rows is not None or torch.compiler.is_compiling() or is_fake(tokens):
             return None
         plan = plan_key("all_to_all_matmul", self.plan)
         if plan not in ("auto", "fused", "routed") or self.group.size() == 1:
@@ -356,6 +362,8 @@ class ExpertParallelMLP(Grouped):
     def _check_ids(self, experts: Tensor) -> None:
         """Refuse ids of no expert, on all ranks alike; where it may cost what a check does."""
         if torch.compiler.is_compiling() or (experts.is_cuda and not agreement.checking()):
+            return
+        if is_fake(experts):
             return
         if experts.is_cuda and torch.cuda.is_current_stream_capturing():
             return

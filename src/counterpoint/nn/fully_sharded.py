@@ -8,6 +8,7 @@ activation's.
 
 from torch import Tensor
 
+from counterpoint.nn.grouped import no_view
 from counterpoint.nn.linear import SlicedLinear
 from counterpoint.nn.replicated import copy_to_group
 from counterpoint.ops.all_gather_matmul import all_gather_matmul
@@ -53,4 +54,4 @@ class FullyShardedLinear(SlicedLinear):
         y = all_gather_matmul(self.weight, rows.t(), group=self.group, plan=self.plan).t()
         if self.bias is not None:
             y = y + copy_to_group(self.bias, group=self.group).to(y.dtype)
-        return y.reshape(*x.shape[:-1], y.shape[-1])
+        return no_view(y.reshape(*x.shape[:-1], y.shape[-1]))

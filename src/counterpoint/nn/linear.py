@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from counterpoint import ranges
 from counterpoint.errors import InputError
 from counterpoint.nn import rowwise
-from counterpoint.nn.grouped import Grouped
+from counterpoint.nn.grouped import Grouped, no_view
 from counterpoint.nn.replicated import copy_to_group
 from counterpoint.ops.activations import activate, weights_of
 from counterpoint.ops.all_gather_matmul import all_gather_matmul
@@ -215,16 +215,17 @@ class ColumnParallelLinear(SlicedLinear):
         self._check(x)
         if self.fp8:
             return self._in_fp8(x, self.weight, self.bias)
-        return all_gather_matmul(
+        return no_view(all_gather_matmul(
             x, self.weight.t(), group=self.group, bias=self.bias, plan=self.plan,
             gather_dim=self.gather_dim,
-        )  # fmt: skip
+        ))  # fmt: skip
 
     def _in_fp8(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         check_dim(self._get_name(), "gather_dim", self.gather_dim, x[..., 0])
         front, plan = x.movedim(self.gather_dim, 0), plan_key(self.OP, self.plan)
-        y = rowwise.gathered(front, weight, bias, self.group, plan)
-        return y.movedim(0, self.gather_dim).to(rowwise.result_of(x))
+        dim = self.gather_dim % x.dim()
+        y = rowwise.gathered(front, weight, bias, self.group, plan, dim)
+        return no_view(y.movedim(0, self.gather_dim).to(rowwise.result_of(x)))
 
     def extra_repr(self) -> str:
         """As that of a torch.nn.Linear, with what is more here."""
@@ -299,12 +300,13 @@ class RowParallelLinear(SlicedLinear):
         if self.fp8:
             check_dim(self._get_name(), "scatter_dim", self.scatter_dim, x[..., 0])
             front, plan = x.movedim(self.scatter_dim, 0), plan_key(self.OP, self.plan)
-            y = rowwise.scattered(front, self.weight, bias, self.group, plan)
-            return y.movedim(0, self.scatter_dim).to(rowwise.result_of(x))
-        return matmul_reduce_scatter(
+            dim = self.scatter_dim % x.dim()
+            y = rowwise.scattered(front, self.weight, bias, self.group, plan, dim)
+            return no_view(y.movedim(0, self.scatter_dim).to(rowwise.result_of(x)))
+        return no_view(matmul_reduce_scatter(
             x, self.weight.t(), group=self.group, bias=bias, plan=self.plan,
             scatter_dim=self.scatter_dim,
-        )  # fmt: skip
+        ))  # fmt: skip
 
     def extra_repr(self) -> str:
         """As that of a torch.nn.Linear, with what is more here."""

@@ -4,12 +4,14 @@ The gradient that a rank computes is then of its rows only. The sum over the gro
 one, and the same bits on all ranks, so that the copies stay copies.
 """
 
+from collections import Counter
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from counterpoint.ops.agreement import note
 from counterpoint.ops.check import check_dense, check_group
 from counterpoint.ops.register import refuse_double, register
 from counterpoint.runtime.library import library_of
@@ -39,36 +41,51 @@ def copy_to_group(parameter: Tensor, *, group: dist.ProcessGroup | None = None) 
     """
     group = check_group("copy_to_group", group)
     check_dense("copy_to_group", parameter=parameter)
-    if group.size() == 1 or not (torch.is_grad_enabled() and parameter.requires_grad):
+    if group.size() == 1 or not torch.is_grad_enabled():
         return parameter
-    return _CopyToGroup.apply(parameter, group.group_name)  # pyright: ignore[reportReturnType]
+    use = 0  # a graph's are in its order
+    if not torch.compiler.is_compiling():
+        # those without a gradient, too: ranks that differ in what they train then number alike
+        _uses[group.group_name] += 1
+        use = _uses[group.group_name]
+    if not parameter.requires_grad:
+        return parameter
+    return _CopyToGroup.apply(parameter, group.group_name, use)  # pyright: ignore[reportReturnType]
+
+
+_uses = Counter[str]()  # of a group by its name: gradients are summed with those of the same use
 
 
 class _CopyToGroup(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, parameter: Tensor, group_name: str) -> Tensor:
-        ctx.group_name = group_name
+    def forward(parameter: Tensor, group_name: str, use: int) -> Tensor:
         return parameter.view_as(parameter)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+    def setup_context(ctx: Any, inputs: tuple[Tensor, str, int], output: Tensor) -> None:
+        _, *ctx.where = inputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         (grad,) = grads
-        return torch.ops.counterpoint.sum_over_group(grad, ctx.group_name), None
+        return torch.ops.counterpoint.sum_over_group(grad, *ctx.where), None, None
 
 
-def _sum(x: Tensor, group_name: str) -> Tensor:
+def _sum(x: Tensor, group_name: str, use: int) -> Tensor:
     total = x.clone(memory_format=torch.contiguous_format)
-    workspace = workspace_of(group_of(group_name), total.device)
+    workspace, op = workspace_of(group_of(group_name), total.device), "copy_to_group"
     with workspace.board.whole():
-        workspace.board.note_op("copy_to_group")
-        awaited = Awaited("copy_to_group", "add its gradient", "backward")
-        library_of(workspace, awaited).all_reduce(total)
+        note({"op": op, "parameter": f"{x.dtype} {list(x.shape)}"}, workspace)
+        workspace.board.note_op(f"{op} backward", use=str(use))
+        library_of(workspace, Awaited(op, "add its gradient", "backward")).all_reduce(total)
     return total
 
 
-def _fake_sum(x: Tensor, group_name: str) -> Tensor:
+def _fake_sum(x: Tensor, group_name: str, use: int) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 # an operator of its own, so that a compiled graph holds it as one node
-register("sum_over_group(Tensor x, str group_name) -> Tensor", _sum, _fake_sum, refuse_double)
+register(
+    "sum_over_group(Tensor x, str group_name, int use) -> Tensor", _sum, _fake_sum, refuse_double
+)

@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from counterpoint.ops.all_gather_matmul import all_gather_matmul
+from counterpoint.ops import all_gather_matmul, matmul_reduce_scatter
+from counterpoint.ops.around import Around
 from counterpoint.ops.backward import gradients_of_gather, gradients_of_scatter
-from counterpoint.ops.matmul_reduce_scatter import matmul_reduce_scatter
+from counterpoint.ops.check import asked_of, check_dense
 from counterpoint.ops.scaled import Scaled
 
 DTYPE, RESULT = torch.float8_e4m3fn, torch.bfloat16
@@ -42,37 +43,51 @@ def result_of(x: Tensor) -> torch.dtype:
 
 
 def gathered(
-    x: Tensor, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup, plan: str
+    x: Tensor, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup, plan: str, dim: int
 ) -> Tensor:
-    """gather(x) W^T + b, of x [S / n, ..., in] and W [out / n, in]; bf16 [S, ..., out / n]."""
-    return _Gathered.apply(*_in_bf16(x, weight, bias), group, plan)  # pyright: ignore
+    """gather(x) W^T + b, of x [S / n, ..., in] and W [out / n, in]; bf16 [S, ..., out / n].
+
+    Args:
+        dim: of the caller's x that has been moved to the front.
+    """
+    return _Gathered.apply(*_given(x=x, weight=weight, bias=bias), group, plan, dim)  # pyright: ignore
 
 
 def scattered(
-    x: Tensor, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup, plan: str
+    x: Tensor, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup, plan: str, dim: int
 ) -> Tensor:
-    """Own rows of the sum over ranks of x W^T, plus b; bf16 [S / n, ..., out]."""
-    return _Scattered.apply(*_in_bf16(x, weight, bias), group, plan)  # pyright: ignore
+    """Own rows of the sum over ranks of x W^T, plus b; bf16 [S / n, ..., out].
+
+    Args:
+        dim: see `gathered`.
+    """
+    return _Scattered.apply(*_given(x=x, weight=weight, bias=bias), group, plan, dim)  # pyright: ignore
 
 
-def _in_bf16(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-    return tuple(t if t is None else t.to(RESULT) for t in tensors)
+def _given(**named: Tensor | None) -> tuple[Any, ...]:
+    """In bf16, and of which of x and the weight a gradient is asked for."""
+    check_dense("to_fp8", **{name: t for name, t in named.items() if t is not None})
+    x, weight, bias = (t if t is None else t.to(RESULT) for t in named.values())
+    return x, weight, bias, asked_of(x=x, w=weight)
 
 
-class _Gathered(torch.autograd.Function):
+class _InFp8(torch.autograd.Function):
+    """In fp8, whose gradients are those of the bf16 operators."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, weight, _, _, ctx.group, ctx.plan, _ = inputs
+        ctx.save_for_backward(x, weight)
+
+
+class _Gathered(_InFp8):
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        group: dist.ProcessGroup,
-        plan: str,
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.group, ctx.plan = group, plan
+        x: Tensor, weight: Tensor, bias: Tensor | None, asks: str,
+        group: dist.ProcessGroup, plan: str, dim: int,
+    ) -> Tensor:  # fmt: skip
         x8, w8 = quantised(x), by_columns(weight)
-        return all_gather_matmul(x8, w8, group=group, bias=bias, plan=plan)
+        return all_gather_matmul.plain(x8, w8, bias, group, plan, None, 0, Around(dim, asks))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -80,23 +95,18 @@ class _Gathered(torch.autograd.Function):
         needs = ctx.needs_input_grad[:2]
         where = ctx.group.group_name, ctx.group.size(), ctx.group.rank()
         dx, dws = gradients_of_gather([dy], x, [weight.t()], needs, ctx.plan, [], where)
-        return dx, dws[0].t() if dws else None, _of_bias(ctx, dy), None, None
+        return dx, dws[0].t() if dws else None, _of_bias(ctx, dy), *[None] * 4
 
 
-class _Scattered(torch.autograd.Function):
+class _Scattered(_InFp8):
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        group: dist.ProcessGroup,
-        plan: str,
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.group, ctx.plan = group, plan
+        x: Tensor, weight: Tensor, bias: Tensor | None, asks: str,
+        group: dist.ProcessGroup, plan: str, dim: int,
+    ) -> Tensor:  # fmt: skip
         x8, w8 = quantised(x), by_columns(weight)
-        return matmul_reduce_scatter(x8, w8, group=group, bias=bias, plan=plan)
+        around = Around(dim, asks)
+        return matmul_reduce_scatter.scattered(x8, w8, bias, group, plan, None, 0, around)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -104,7 +114,7 @@ class _Scattered(torch.autograd.Function):
         needs = ctx.needs_input_grad[:2]
         where = ctx.group.group_name, ctx.group.size(), ctx.group.rank()
         dx, dw = gradients_of_scatter(dy, x, weight.t(), needs, ctx.plan, [], where)
-        return dx, None if dw is None else dw.t(), _of_bias(ctx, dy), None, None
+        return dx, None if dw is None else dw.t(), _of_bias(ctx, dy), *[None] * 4
 
 
 def _of_bias(ctx: Any, dy: Tensor) -> Tensor | None:

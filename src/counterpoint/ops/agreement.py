@@ -29,14 +29,12 @@ class Input:
         own: a shard, so its dim 0 may differ between ranks where `rows=` is given.
         fact: what all ranks must have alike: its "shape", or but its rows, its "columns"; "" is
             nothing, not even whether it is there.
-        alike: where it is 1-D, of one number, that is a fact when ranks compare in words.
     """
 
     name: str
     form: Literal["rows", "heads", "matrix", "row", "plain", "given"]
     own: bool = False
     fact: Literal["shape", "columns", ""] = "shape"
-    alike: bool = False
 
 
 def checking() -> bool:
@@ -45,11 +43,10 @@ def checking() -> bool:
 
 
 def words_of(
-    op: str, inputs: Sequence[Input], tensors: Sequence[Tensor | None], plan: str,
-    rows: Sequence[int],
-) -> Facts:  # fmt: skip
+    inputs: Sequence[Input], tensors: Sequence[Tensor | None], plan: str, rows: Sequence[int]
+) -> Facts:
     """The facts of a call in words."""
-    here: Facts = {"op": op}
+    here: Facts = {"rows": str(tuple(rows)), "plan": plan}
     for given, tensor in zip(inputs, tensors, strict=True):
         if given.form == "row":
             here[f"{given.name} is None"] = str(tensor is None)
@@ -58,12 +55,8 @@ def words_of(
         else:
             free = given.own and rows  # a shard then has a dim 0 of its own on each rank
             here[f"{given.name}.shape"] = str(tuple(tensor.shape[1 if free else 0 :]))
-            if given.alike and tensor.dim() == 1 and not captures(tensor.device):
-                here[given.name] = str(tensor.item())
     first = next(t for t in tensors if t is not None)
-    here |= {f"{inputs[0].name}.dtype": str(first.dtype), "plan": plan}
-    here["rows"] = str(tuple(rows))
-    return here
+    return here | {f"{inputs[0].name}.dtype": str(first.dtype)}
 
 
 def agree(
@@ -90,6 +83,21 @@ def agree(
         return digest_of(here)
     tell(op, here, workspace, None, refused)
     return digest_of(here)
+
+
+def note(here: Facts, workspace: Workspace) -> None:
+    """Say that a call begins; ranks compare its facts in words at the first like it, then digests.
+
+    Args:
+        here: see `agree`.
+
+    Raises:
+        InputError, PeerTimeoutError: see `agree`.
+    """
+    key = tuple(here.values())
+    if key not in workspace.agreed:
+        workspace.agreed[key] = agree(here["op"], here, workspace)
+    workspace.board.note(workspace.agreed[key])
 
 
 def tell(

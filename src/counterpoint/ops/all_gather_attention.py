@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from counterpoint.ops import call
 from counterpoint.ops.agreement import Input, refused
 from counterpoint.ops.backward import dtype_of
 from counterpoint.ops.call import Operator, Output, Tensors, present
-from counterpoint.ops.check import DTYPES, autocast, check_dense, check_group, check_place
+from counterpoint.ops.check import DTYPES, asked_of, autocast, check_dense, check_group, check_place
 from counterpoint.ops.plans import backward_plan, plan_key
 from counterpoint.ops.register import refuse_double, register
 from counterpoint.ops.samples import Sample
@@ -25,12 +25,16 @@ from counterpoint.problem import Problem
 OP = "all_gather_attention"
 BACKWARD = f"{OP}_backward"
 MAX_HEAD_DIM = 256  # of torch's kernels
-SHAPE = "[batch, rows of this rank, heads, head dim]"
+SHAPE = "batch, rows of this rank, heads, head dim"
+LAYOUTS = ("bshd", "bhsd")
+EXCHANGED = 'pass layout="bhsd" if dims are [batch, heads, rows, head dim], else layout="bshd"'
+Layout = Literal["bshd", "bhsd"]
 
 
 def all_gather_attention(
     q: Tensor, k: Tensor, v: Tensor, *, group: dist.ProcessGroup | None = None,
     causal: bool = False, scale: float | None = None, plan: str | Path | Plan = "auto",
+    layout: Layout | None = None,
 ) -> Tensor:  # fmt: skip
     """Attend to the keys of all ranks: y = softmax(scale q concat(k_0, ..., k_n-1)^T) concat(v).
 
@@ -61,9 +65,12 @@ def all_gather_attention(
             "shard_p2p": a peer's keys and values at a time; or in parts of a shard, "shard_p2p ring
             chunks=2"; a Plan, which is validated once; or a JSON file of one. The backward of
             "auto" and "serial" is chosen in the same way, that of all others overlaps.
+        layout: "bshd": the dims are as above; "bhsd": q is [B, H, S of this rank, D], k and v
+            [B, KV, S of this rank, D], as for `scaled_dot_product_attention`. None is "bshd", and
+            then tensors of fewer rows than heads are refused: they look like the other one.
 
     Returns:
-        As q, a new tensor.
+        As q, in its layout, a new tensor.
 
     Raises:
         InputError: an argument is wrong, or ranks differ; nothing was launched.
@@ -79,47 +86,89 @@ def all_gather_attention(
     group = check_group(OP, group)
     try:
         q, k, v = autocast(q, k, v)  # type: ignore[assignment]
-        _check(q, k, v, causal, scale)
+        rows_first = _rows_first(layout, q=q, k=k, v=v)
+        _check(*rows_first, layout=layout, causal=causal)
+        _check_settings(causal, scale)
         spec = plan_key(OP, plan)
     except CounterpointError as error:
         raise refused(error, group, q) from None
-    rows_first = (t.transpose(0, 1) for t in (q, k, v))
+    asks = "some" if asked_of(q=q, k=k, v=v) else ""
     y, _ = torch.ops.counterpoint.all_gather_attention(
-        *rows_first, causal, scale or 0.0, spec, group.group_name, group.size()
-    )
-    return y.transpose(0, 1)
+        *rows_first, causal, scale or 0.0, spec, group.group_name, group.size(),
+        layout or "bshd", asks,
+    )  # fmt: skip
+    return y.permute(BACK[layout])
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> None:
-    """Refuse what does not fit.
+ROWS_FIRST = {None: (1, 0, 2, 3), "bshd": (1, 0, 2, 3), "bhsd": (2, 0, 1, 3)}
+BACK = {None: (1, 0, 2, 3), "bshd": (1, 0, 2, 3), "bhsd": (1, 2, 0, 3)}
+
+
+def _rows_first(layout: object, **given: Tensor) -> list[Tensor]:
+    """q, k and v as [rows, batch, heads, head dim].
+
+    Raises:
+        InputError: there is no such layout, or one of them is no tensor of 4 dims.
+    """
+    if layout is not None and layout not in LAYOUTS:
+        want = f"one of {', '.join(LAYOUTS)}, or None"
+        raise InputError(OP, "layout", want=want, got=repr(layout))
+    check_dense(OP, **given)
+    for name, tensor in given.items():
+        if tensor.dim() != 4:
+            dims = SHAPE.split(", ")
+            order = (0, 2, 1, 3) if layout == "bhsd" else range(4)
+            want = f"[{', '.join(dims[i] for i in order)}], of 4 dims"
+            raise InputError(OP, name, want=want, got=f"{tensor.dim()}-D")
+    return [tensor.permute(ROWS_FIRST[layout]) for tensor in given.values()]  # pyright: ignore[reportArgumentType]
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, *, layout: Layout | None, causal: object) -> None:
+    """Refuse what does not fit, of rows first.
 
     Raises:
         InputError: names the argument.
     """
-    check_dense(OP, q=q, k=k, v=v)
+
+    def shown(t: Tensor | Sequence[object]) -> str:
+        sizes = list(t.shape) if isinstance(t, Tensor) else list(t)
+        return f"({', '.join(str(sizes[i]) for i in BACK[layout])})"
+
     check_place(OP, q=q)
     dtypes = DTYPES if q.device.type == "cpu" else DTYPES[:2]
     if q.dtype not in dtypes:
         want = "bf16 or fp16" + ", or fp32 on CPU" * (q.device.type == "cpu")
         raise InputError(OP, "q", want=want, got=q.dtype)
-    if q.dim() != 4:
-        raise InputError(OP, "q", want=f"{SHAPE}, of 4 dims", got=f"{q.dim()}-D")
-    batch, rows, heads, dim = q.shape
+    rows, batch, heads, dim = q.shape
     if not 0 < dim <= MAX_HEAD_DIM:
-        raise InputError(OP, "q", want=f"of head dim 1 to {MAX_HEAD_DIM}", got=tuple(q.shape))
+        raise InputError(OP, "q", want=f"of head dim 1 to {MAX_HEAD_DIM}", got=shown(q))
     if causal and rows % 2:
-        raise InputError(OP, "q", want="of two halves where it is causal", got=tuple(q.shape))
+        raise InputError(OP, "q", want="of two halves where it is causal", got=shown(q))
     for name, tensor in (("k", k), ("v", v)):
         if tensor.dtype != q.dtype:
             raise InputError(OP, name, want=f"{q.dtype} as q", got=tensor.dtype)
         if tensor.device != q.device:
             raise InputError(OP, name, want=f"on {q.device} as q", got=tensor.device)
-        divides = tensor.dim() == 4 and tensor.shape[2] and not heads % tensor.shape[2]
-        if not divides or tensor.shape != (batch, rows, tensor.shape[2], dim):
-            want = f"[{batch}, {rows}, a divisor of {heads} heads, {dim}]"
-            raise InputError(OP, name, want=want, got=tuple(tensor.shape))
+    exchanged = k.shape[1:] == (batch, heads, dim) and k.shape[0] and not rows % k.shape[0]
+    fix = EXCHANGED if layout is None and exchanged else ""
+    for name, tensor in (("k", k), ("v", v)):
+        divides = tensor.shape[2] and not heads % tensor.shape[2]
+        if not divides or tensor.shape != (rows, batch, tensor.shape[2], dim):
+            want = f"[{shown((rows, batch, f'a divisor of {heads} heads', dim))[1:-1]}]"
+            raise InputError(OP, name, want=want, got=shown(tensor), fix=fix)
+        if layout is None and 0 < rows < tensor.shape[2]:
+            want = f"[{SHAPE}] of as many rows as heads or more where layout is None"
+            raise InputError(OP, name, want=want, got=shown(tensor), fix=EXCHANGED)
     if v.shape != k.shape:
-        raise InputError(OP, "v", want=f"{tuple(k.shape)} as k", got=tuple(v.shape))
+        raise InputError(OP, "v", want=f"{shown(k)} as k", got=shown(v))
+
+
+def _check_settings(causal: object, scale: float | None) -> None:
+    """Refuse what they cannot be.
+
+    Raises:
+        InputError: names the argument.
+    """
     if type(causal) is not bool:
         raise InputError(OP, "causal", want="True or False", got=repr(causal))
     number = isinstance(scale, int | float) and not isinstance(scale, bool)
@@ -146,8 +195,13 @@ def _sums(q: Tensor) -> tuple[int, int]:
 
 
 @cache
-def forward_of(causal: bool, scale: float) -> Operator:
-    """With these settings."""
+def forward_of(causal: bool, scale: float, layout: str = "bshd", asks: str = "") -> Operator:
+    """With these settings.
+
+    Args:
+        layout: of the caller's tensors.
+        asks: whether a gradient is asked for: "" or "some".
+    """
 
     def outputs(tensors: Tensors, rows: Sequence[int], ranks: int, rank: int) -> tuple[Output, ...]:
         q, *_ = present(tensors)
@@ -157,6 +211,7 @@ def forward_of(causal: bool, scale: float) -> Operator:
         OP, tuple(Input(name, "heads") for name in "qkv"),
         lambda tensors, rows, ranks: _problem(OP, causal, scale, tensors, ranks), outputs,
         settings=(("causal", causal), ("scale", scale)),
+        compares=(("layout", layout), ("requires_grad", asks or "nothing")),
     )  # fmt: skip
 
 
@@ -183,23 +238,23 @@ backward_of(False, 0.0)
 
 def _run(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, plan: str, group_name: str,
-    group_size: int,
+    group_size: int, *around: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    y, lse = call.run(forward_of(causal, scale), (q, k, v), plan, (), group_name)
+    y, lse = call.run(forward_of(causal, scale, *around), (q, k, v), plan, (), group_name)
     return y.view(q.shape), lse
 
 
 # the size is an argument: what a fake looks up in the group is not in the compiler's cache key
 def _fake(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, plan: str, group_name: str,
-    group_size: int,
+    group_size: int, *_: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     rows, columns = _sums(q)
     return q.new_empty(q.shape), q.new_empty(columns, rows, dtype=torch.float32).t()
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, ctx.causal, ctx.scale, ctx.plan, *ctx.where = inputs
+    q, k, v, ctx.causal, ctx.scale, ctx.plan, *ctx.where, _, _ = inputs
     y, lse = output
     ctx.mark_non_differentiable(lse)
     ctx.save_for_backward(q, k, v, y, lse)
@@ -211,7 +266,7 @@ def _backward(ctx: Any, dy: Tensor, _: Tensor | None) -> tuple[Tensor | None, ..
     dq, dk, dv = torch.ops.counterpoint.all_gather_attention_backward(
         [q, k, v, dy, y, lse], ctx.causal, ctx.scale, plan, *ctx.where
     )
-    return dq, dk, dv, None, None, None, None, None
+    return dq, dk, dv, *[None] * 7
 
 
 def _run_backward(
@@ -227,14 +282,24 @@ def _fake_backward(
     return [t.new_empty(t.shape) for t in given[:3]]
 
 
+def _flops(q: Any, k: Any, *rest: Any, **_: Any) -> int:
+    """As torch counts its own, causal or not."""
+    return 4 * prod(q) * k[0] * rest[5]
+
+
+def _flops_of_backward(given: Any, *rest: Any, **_: object) -> int:
+    return 10 * prod(given[0]) * given[1][0] * rest[-1]
+
+
 _WHERE = "bool causal, float scale, str plan, str group_name, int group_size"
 register(
-    f"{OP}(Tensor q, Tensor k, Tensor v, {_WHERE}) -> (Tensor, Tensor)",
-    _run, _fake, _backward, _save,
+    f'{OP}(Tensor q, Tensor k, Tensor v, {_WHERE}, str layout="bshd", str requires_grad="") '
+    "-> (Tensor, Tensor)",
+    _run, _fake, _backward, _save, flops=_flops,
 )  # fmt: skip
 register(
     f"{BACKWARD}(Tensor[] given, {_WHERE}) -> Tensor[]",
-    _run_backward, _fake_backward, refuse_double,
+    _run_backward, _fake_backward, refuse_double, flops=_flops_of_backward,
 )  # fmt: skip
 
 

@@ -1,7 +1,8 @@
 """Gather the rows of all ranks and multiply: the first linear layer under sequence parallelism."""
 
 from collections.abc import Sequence
-from functools import cache, partial
+from dataclasses import replace
+from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Any, overload
@@ -13,15 +14,18 @@ from torch import Tensor
 from counterpoint.errors import CounterpointError, InputError
 from counterpoint.ops import activations, call, scaled
 from counterpoint.ops.agreement import Input, refused
+from counterpoint.ops.around import Around
 from counterpoint.ops.backward import (
     dtype_of,
     flat_rows,
     gradients_of_gather,
     numbered,
     splits_of,
+    wgrad_of,
 )
 from counterpoint.ops.call import Operator, Output, Tensors, present
 from counterpoint.ops.check import (
+    asked_of,
     autocast,
     check_dense,
     check_dim,
@@ -119,39 +123,53 @@ def all_gather_matmul(
     """
     if activation is not None:
         return _activated(x, w, bias, activation, group, plan, rows, gather_dim)
-    return _plain(x, w, bias, group, plan, rows, gather_dim)
+    return plain(x, w, bias, group, plan, rows, gather_dim)
 
 
-def _plain(
+def plain(
     x: Any, w: Any, bias: Tensor | None, group: Any, plan: str | Path | Plan,
-    rows: Sequence[int] | None, gather_dim: int,
+    rows: Sequence[int] | None, gather_dim: int, around: Around | None = None,
 ) -> Any:  # fmt: skip
-    """Without an activation."""
+    """Without an activation.
+
+    Args:
+        around: of a caller who has moved the dim to the front; `gather_dim` is 0 then.
+    """
     scales = NO_SCALES
     if isinstance(x, Scaled) or isinstance(w, Scaled):
         if gather_dim:
-            again = partial(all_gather_matmul, group=group, bias=bias, plan=plan, rows=rows)
+
+            def again(x: Scaled, dim: int) -> Tensor:
+                return plain(x, w, bias, group, plan, rows, 0, Around(dim))
+
             return scaled.along(OP, ("gather_dim", gather_dim), x, w, group, again)
         x, w, scales = scaled.apart(OP, x, w, group)
+        scales = scaled.by_rows(x, w, scales)
     if gather_dim and is_last(gather_dim, x):
         return _contracted(x, w, group, bias, plan, rows)
     if isinstance(w, list | tuple):
         return _several(x, w, group, bias, plan, rows, gather_dim)
-    y, key, group = call.repeated(OP, (x, w, bias, *scales), group, plan, rows, gather_dim)
+    tensors = (x, w, bias, *scales)
+    if around is None:
+        y, key, group = call.repeated(OP, tensors, group, plan, rows, gather_dim)
+    else:
+        found, key, group = call.repeated(OP, tensors, group, plan, rows, settings=around)
+        y = found[0] if found else None
     if y is not None:
         return y
-    return _anew(x, w, group, (bias, *scales), plan, rows, gather_dim, key)
+    return _anew(x, w, group, (bias, *scales), plan, rows, gather_dim, key, around)
 
 
 def _anew(
     x: Tensor, w: Tensor, group: dist.ProcessGroup, added: tuple[Tensor | None, ...],
     plan: str | Path | Plan, rows: Sequence[int] | None, gather_dim: int,
-    key: tuple[object, ...] | None,
+    key: tuple[object, ...] | None, around: Around | None,
 ) -> Tensor:  # fmt: skip
     """The first call like this one, or one that goes through the dispatcher.
 
     Args:
         added: bias, and the scales of x and of w.
+        around: see `plain`.
     """
     try:
         x, w, bias, scales = scaled.checked(OP, x, w, added)
@@ -159,37 +177,43 @@ def _anew(
         spec, where = plan_key(OP, plan), (group.group_name, group.size())
     except CounterpointError as error:
         raise refused(error, group, x) from None
+    around = around or Around(dim, asked_of(x=x, w=w))
     if key is not None:
-        y = call.ran(OPERATOR, (front, w, bias, *scales), spec, counts, group, key)[0]
+        operator = operator_of(*around)
+        y = call.ran(operator, (front, w, bias, *scales), spec, counts, group, key)[0]
     else:
-        y = torch.ops.counterpoint.all_gather_matmul(front, w, bias, spec, counts, *where, *scales)
+        op = torch.ops.counterpoint.all_gather_matmul
+        y = op(front, w, bias, spec, counts, *where, *scales, *around)
     return y.movedim(0, dim) if dim else y
 
 
 def _activated(
     x: Any, w: Any, bias: Tensor | None, activation: str, group: dist.ProcessGroup | None,
-    plan: str | Path | Plan, rows: Sequence[int] | None, gather_dim: int,
+    plan: str | Path | Plan, rows: Sequence[int] | None, gather_dim: int, moved: int = 0,
 ) -> Tensor:  # fmt: skip
-    """The activation of y, or gated, of the first of two times the second."""
+    """The activation of y, or gated, of the first of two times the second.
+
+    Args:
+        moved: the dim that a caller has moved to the front.
+    """
     several = isinstance(w, list | tuple) and not isinstance(w, Scaled)
     weights: list[Any] = [*w] if several else [w]
     scales: tuple[Tensor | None, ...] = (None,) * (1 + len(weights))
     if weights and any(isinstance(each, Scaled) for each in (x, *weights)):
         if gather_dim:
 
-            def again(x: Scaled, _: object) -> Tensor:
-                return all_gather_matmul(
-                    x, w, group=group, bias=bias, plan=plan, rows=rows, activation=activation
-                )
+            def again(x: Scaled, dim: int) -> Tensor:
+                return _activated(x, w, bias, activation, group, plan, rows, 0, dim)
 
             return scaled.along(OP, ("gather_dim", gather_dim), x, weights[0], group, again)
         apart = [scaled.apart(OP, x, each, group) for each in weights]
         x, weights = apart[0][0], [data for _, data, _ in apart]
-        scales = apart[0][2][0], *(of_w for _, _, (_, of_w) in apart)
+        by_rows = [scaled.by_rows(x, data, both) for _, data, both in apart]
+        scales = by_rows[0][0], *(of_w for _, of_w in by_rows)
     given: Any = (x, *weights, bias, *scales)
     key: tuple[object, ...] | None = None
     if not gather_dim and isinstance(activation, str):
-        settings = (activation,)
+        settings = (activation, moved)
         found, key, group = call.repeated(OP, given, group, plan, rows, settings=settings)
         if found is not None:
             return found[0]
@@ -201,7 +225,7 @@ def _activated(
     plain = scales[0] is not None or not (grad or (gather_dim and is_last(gather_dim, x)))
     if plain:
         operands = x, weights, bias, scales
-        return _activated_anew(operands, activation, group, plan, rows, gather_dim, key)
+        return _activated_anew(operands, activation, group, plan, rows, gather_dim, key, moved)
     # the products are results of their own, which a backward needs
     of: Any = weights[0] if len(weights) == 1 else weights
     y: Any = all_gather_matmul(
@@ -213,7 +237,7 @@ def _activated(
 def _activated_anew(
     given: tuple[Tensor, list[Tensor], Tensor | None, tuple[Tensor | None, ...]], activation: str,
     group: dist.ProcessGroup | None, plan: str | Path | Plan, rows: Sequence[int] | None,
-    gather_dim: int, key: tuple[object, ...] | None,
+    gather_dim: int, key: tuple[object, ...] | None, moved: int,
 ) -> Tensor:  # fmt: skip
     """As `_anew`, of x, the weights, a bias, and the scales of x and of each weight."""
     x, factors, bias, (x_scale, *w_scales) = given
@@ -230,12 +254,13 @@ def _activated_anew(
         raise refused(error, group, x) from None
     scales = x_scale, *w_scales
     if key is not None:
-        operator = operator_of_activated(activation, len(weights))
+        operator = operator_of_activated(activation, len(weights), dim or moved)
         tensors = front, *weights, bias, *scales
         y = call.ran(operator, tensors, spec, counts, group, key)[0]
     else:
         op = torch.ops.counterpoint.all_gather_matmul_activated
-        y = op(front, weights, bias, activation, spec, counts, *where, *scales)
+        scales = *scales, *[None] * (3 - len(scales))
+        y = op(front, weights, bias, activation, spec, counts, *where, *scales, dim or moved)
     return y.movedim(0, dim) if dim else y
 
 
@@ -258,37 +283,10 @@ def _contracted(
         want = f"[..., {counts[group.rank()]}] as rows[{group.rank()}] says"
         raise InputError(OP, "x", want=want, got=tuple(x.shape))
     where = (plan_key(OP, plan), counts, group.group_name, group.size(), group.rank())
-    y: Any = _Contracted.apply(x.flatten(0, -2).t(), w, *where)
+    op, around = torch.ops.counterpoint.all_gather_matmul_contracted, (x.dim() - 1,)
+    y = op(x.flatten(0, -2).t(), w, *where, *around, asked_of(x=x, w=w))  # type: ignore[arg-type]
     y = y.view(*x.shape[:-1], w.shape[1])  # type: ignore[union-attr]
     return y if bias is None else y + bias
-
-
-class _Contracted(torch.autograd.Function):
-    """y = gather(xt)^T w. Its gradients are the two operators of a pair of layers."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, xt: Tensor, w: Tensor, plan: str, rows: list[int], name: str, size: int, rank: int
-    ) -> Tensor:
-        ctx.save_for_backward(xt, w)
-        ctx.where = plan, rows, name, size, rank
-        (y,) = torch.ops.counterpoint.all_gather_matmul_wgrad(
-            xt, [w], False, plan, rows, name, size, rank
-        )
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (xt, w), (dy,) = ctx.saved_tensors, grads
-        plan, rows, name, size, rank = ctx.where
-        ops: Any = torch.ops.counterpoint
-        plan = plan if plan in ("auto", "serial") else "serial"
-        dxt = dw = None
-        if ctx.needs_input_grad[0]:
-            dxt = ops.matmul_reduce_scatter(w, dy.t(), None, plan, rows, name, size, rank)
-        if ctx.needs_input_grad[1]:
-            dw = ops.all_gather_matmul(xt, dy, None, plan, rows, name, size)
-        return dxt, dw, None, None, None, None, None
 
 
 def _shards(
@@ -325,7 +323,9 @@ def _several(
         return [all_gather_matmul(x, weights[0], group=group, plan=plan, rows=rows, gather_dim=dim)]
     spec, where = plan_key(OP, plan), (group.group_name, group.size())
     op = torch.ops.counterpoint.all_gather_matmul_list
-    results = op(front, list(weights), spec, counts, *where)
+    asks = asked_of(x=x, **dict(zip(numbered("w", len(weights)), weights, strict=True)))
+    asks = " ".join(dict.fromkeys(name.rstrip("0123456789") for name in asks.split()))
+    results = op(front, list(weights), spec, counts, *where, dim, asks)
     return [y.movedim(0, dim) if dim else y for y in results]
 
 
@@ -366,26 +366,35 @@ def _outputs_of_several(
     return tuple(Output(f"y{i}", shape) for i, shape in enumerate(shapes))
 
 
-OPERATOR: Operator = Operator(
-    OP,
-    (
+@cache
+def operator_of(*around: Any) -> Operator:
+    """With what is around, see `Around`."""
+    inputs = (
         Input("x", "rows", own=True), Input("w", "matrix"), Input("bias", "row"),
-        Input("x_scale", "rows", own=True, alike=True), Input("w_scale", "matrix"),
-    ),
-    _problem,
-    _outputs,
-)  # fmt: skip
+        Input("x_scale", "rows", own=True), Input("w_scale", "matrix"),
+    )  # fmt: skip
+    return Operator(OP, inputs, _problem, _outputs, compares=Around(*around).words("gather_dim"))
+
+
+OPERATOR = operator_of()
 
 
 @cache
-def operator_of_several(count: int) -> Operator:
+def operator_of_several(count: int, *around: Any) -> Operator:
     """Of that many weights."""
     inputs = (Input("x", "rows", own=True), *(Input(f"w{i}", "matrix") for i in range(count)))
-    return Operator(OP, inputs, _problem_of_several, _outputs_of_several)
+    compares = Around(*around).words("gather_dim")
+    return Operator(OP, inputs, _problem_of_several, _outputs_of_several, compares=compares)
 
 
 @cache
-def operator_of_activated(activation: str, count: int) -> Operator:
+def operator_of_contracted(*around: Any) -> Operator:
+    """Of parts of K: rows of x^T are gathered."""
+    return replace(wgrad_of(1, False), name=OP, compares=Around(*around).words("gather_dim"))
+
+
+@cache
+def operator_of_activated(activation: str, count: int, dim: int = 0) -> Operator:
     """Of that many weights."""
 
     def problem(tensors: Tensors, rows: Sequence[int], ranks: int) -> Problem:
@@ -401,48 +410,65 @@ def operator_of_activated(activation: str, count: int) -> Operator:
     names = numbered("w", count)
     inputs = (
         Input("x", "rows", own=True), *(Input(name, "matrix") for name in names),
-        Input("bias", "row"), Input("x_scale", "rows", own=True, alike=True),
+        Input("bias", "row"), Input("x_scale", "rows", own=True),
         *(Input(f"{name}_scale", "matrix") for name in names),
     )  # fmt: skip
-    return Operator(OP, inputs, problem, _outputs, settings=(("activation", activation),))
+    settings = (("activation", activation),)
+    compares = Around(dim).words("gather_dim")
+    return Operator(OP, inputs, problem, _outputs, settings=settings, compares=compares)
 
 
 def _run(
     x: Tensor, w: Tensor, bias: Tensor | None,
-    plan: str, rows: list[int], group_name: str, group_size: int, *scales: Tensor | None,
+    plan: str, rows: list[int], group_name: str, group_size: int,
+    x_scale: Tensor | None = None, w_scale: Tensor | None = None, *around: Any,
 ) -> Tensor:  # fmt: skip
-    (y,) = call.run(OPERATOR, (x, w, bias, *(scales or NO_SCALES)), plan, rows, group_name)
+    tensors = (x, w, bias, x_scale, w_scale)
+    (y,) = call.run(operator_of(*around), tensors, plan, rows, group_name)
     return y
 
 
 def _run_several(
-    x: Tensor, w: list[Tensor], plan: str, rows: list[int], group_name: str, group_size: int
-) -> list[Tensor]:
-    return call.run(operator_of_several(len(w)), (x, *w), plan, rows, group_name)
+    x: Tensor, w: list[Tensor], plan: str, rows: list[int], group_name: str, group_size: int,
+    *around: Any,
+) -> list[Tensor]:  # fmt: skip
+    return call.run(operator_of_several(len(w), *around), (x, *w), plan, rows, group_name)
+
+
+def _run_contracted(xt: Tensor, w: Tensor, *where: Any) -> Tensor:
+    plan, rows, group_name, _, _, *around = where
+    (y,) = call.run(operator_of_contracted(*around), (xt, w), plan, rows, group_name)
+    return y
 
 
 def _run_activated(
-    x: Tensor, w: list[Tensor], bias: Tensor | None, activation: str, *where: Any
-) -> Tensor:
-    plan, rows, group_name, _, *scales = where
-    operator, number = operator_of_activated(activation, len(w)), 1 + len(w)
-    given = scales[:number] or [None] * number
-    (y,) = call.run(operator, (x, *w, bias, *given), plan, rows, group_name)
+    x: Tensor, w: list[Tensor], bias: Tensor | None, activation: str,
+    plan: str, rows: list[int], group_name: str, group_size: int, x_scale: Tensor | None = None,
+    w_scale: Tensor | None = None, up_scale: Tensor | None = None, gather_dim: int = 0,
+) -> Tensor:  # fmt: skip
+    operator, scales = operator_of_activated(activation, len(w), gather_dim), (w_scale, up_scale)
+    tensors = (x, *w, bias, x_scale, *scales[: len(w)])
+    (y,) = call.run(operator, tensors, plan, rows, group_name)
     return y
 
 
 # the size is an argument: what a fake looks up in the group is not in the compiler's cache key
 def _fake(
     x: Tensor, w: Tensor, bias: Tensor | None,
-    plan: str, rows: list[int], group_name: str, group_size: int, *scales: Tensor | None,
+    plan: str, rows: list[int], group_name: str, group_size: int, *_: object,
 ) -> Tensor:  # fmt: skip
     return x.new_empty(_gathered(x, rows, group_size, w.shape[1]), dtype=scaled.result_of(x))
 
 
 def _fake_several(
-    x: Tensor, w: list[Tensor], plan: str, rows: list[int], group_name: str, group_size: int
-) -> list[Tensor]:
+    x: Tensor, w: list[Tensor], plan: str, rows: list[int], group_name: str, group_size: int,
+    *_: object,
+) -> list[Tensor]:  # fmt: skip
     return [x.new_empty(_gathered(x, rows, group_size, each.shape[1])) for each in w]
+
+
+def _fake_contracted(xt: Tensor, w: Tensor, *_: object) -> Tensor:
+    return xt.new_empty(xt.shape[1], w.shape[1])
 
 
 def _fake_activated(
@@ -466,11 +492,11 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     dx, dws = gradients_of_gather([dy], x, [w], needs, ctx.plan, ctx.rows, where)
     dw = dws[0] if dws else None
     db = dy.flatten(0, -2).sum(0) if ctx.has_bias and need_bias else None
-    return dx, dw, db, None, None, None, None, None, None
+    return dx, dw, db, *[None] * 8
 
 
 def _save_several(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    x, weights, ctx.plan, ctx.rows, ctx.group_name, ctx.group_size = inputs
+    x, weights, ctx.plan, ctx.rows, ctx.group_name, ctx.group_size, *_ = inputs
     ctx.save_for_backward(x, *weights)
 
 
@@ -480,24 +506,56 @@ def _backward_of_several(ctx: Any, dys: Sequence[Tensor]) -> tuple[Any, ...]:
     needs = (ctx.needs_input_grad[0], any(each.requires_grad for each in weights))
     dx, dws = gradients_of_gather(dys, x, weights, needs, ctx.plan, ctx.rows, where)
     # in the structure of the inputs; torch takes an empty list for one of tensors
-    return dx, dws or [None] * len(weights), None, None if ctx.rows else [], None, None
+    rows = None if ctx.rows else []
+    return dx, dws or [None] * len(weights), None, rows, None, None, None, None
+
+
+def _save_contracted(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    xt, w, *ctx.where, _, _ = inputs
+    ctx.save_for_backward(xt, w)
+
+
+def _backward_of_contracted(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    """The two operators of a pair of layers."""
+    xt, w = ctx.saved_tensors
+    plan, rows, name, size, rank = ctx.where
+    ops: Any = torch.ops.counterpoint
+    plan = plan if plan in ("auto", "serial") else "serial"
+    dxt = dw = None
+    if ctx.needs_input_grad[0]:
+        dxt = ops.matmul_reduce_scatter(w, dy.t(), None, plan, rows, name, size, rank)
+    if ctx.needs_input_grad[1]:
+        dw = ops.all_gather_matmul(xt, dy, None, plan, rows, name, size)
+    return dxt, dw, *[None] * 7
 
 
 def _rank(group_name: str) -> int:
     return dist.get_rank(group_of(group_name))
 
 
+def _flops(x: Any, w: Any, *_: object, out_shape: Any, **__: object) -> int:
+    weights, results = (w, out_shape) if isinstance(w, list) else ([w], [out_shape])
+    results = results if isinstance(results[0], Sequence) else [results] * len(weights)
+    return sum(2 * prod(y) * each[0] for y, each in zip(results, weights, strict=True))
+
+
 _WHERE = "str plan, int[] rows, str group_name, int group_size"
+_AROUND = 'int gather_dim=0, str requires_grad=""'
 register(
-    f"{OP}(Tensor x, Tensor w, Tensor? bias, {_WHERE}, {OF_SCALES}) -> Tensor",
-    _run, _fake, _backward, _save,
+    f"{OP}(Tensor x, Tensor w, Tensor? bias, {_WHERE}, {OF_SCALES}, {_AROUND}) -> Tensor",
+    _run, _fake, _backward, _save, flops=_flops,
 )  # fmt: skip
 register(
-    f"{SEVERAL}(Tensor x, Tensor[] w, {_WHERE}) -> Tensor[]",
-    _run_several, _fake_several, _backward_of_several, _save_several,
+    f"{SEVERAL}(Tensor x, Tensor[] w, {_WHERE}, {_AROUND}) -> Tensor[]",
+    _run_several, _fake_several, _backward_of_several, _save_several, flops=_flops,
+)  # fmt: skip
+register(
+    f"{OP}_contracted(Tensor xt, Tensor w, {_WHERE}, int rank, {_AROUND}) -> Tensor",
+    _run_contracted, _fake_contracted, _backward_of_contracted, _save_contracted,
+    flops=_flops,
 )  # fmt: skip
 register(
     f"{ACTIVATED}(Tensor x, Tensor[] w, Tensor? bias, str activation, {_WHERE}, {OF_SCALES}, "
-    "Tensor? up_scale=None) -> Tensor",
-    _run_activated, _fake_activated,
+    "Tensor? up_scale=None, int gather_dim=0) -> Tensor",
+    _run_activated, _fake_activated, flops=_flops,
 )  # fmt: skip

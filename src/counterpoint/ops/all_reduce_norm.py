@@ -164,7 +164,11 @@ def operator_of(norm: Norm) -> Operator:
         Input("x", "rows"), Input("residual", "rows"), Input("weight", "row"),
         Input("bias", "row"), Input("scale", "row"),
     )  # fmt: skip
-    settings = (("norm", norm.kind), ("eps", norm.eps), ("fp8", norm.fp8))
+    settings = (
+        ("norm", norm.kind),
+        ("eps", norm.eps),
+        ("out_dtype", str(FP8 if norm.fp8 else None)),
+    )
     return Operator(OP, inputs, problem, outputs, settings=settings)
 
 

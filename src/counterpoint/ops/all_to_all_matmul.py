@@ -10,7 +10,7 @@ from torch import Tensor
 
 from counterpoint.errors import InputError
 from counterpoint.ops import call, routed_experts
-from counterpoint.ops.check import check_group
+from counterpoint.ops.check import asked_of, check_group
 from counterpoint.ops.exchange_routes import Routes
 from counterpoint.ops.expert_operators import OPS
 from counterpoint.ops.experts import Seen, operator_of, seen
@@ -103,5 +103,6 @@ def _anew(
         return call.ran(operator, tensors, plan, known.facts, group, key, call.Given(room))
     keep = return_rows or (torch.is_grad_enabled() and w.requires_grad)
     return OPS.all_to_all_matmul(
-        x, w, counts, room, host, keep, return_rows, False, plan, group.group_name, group.size()
-    )
+        x, w, counts, room, host, keep, return_rows, False, plan, group.group_name, group.size(),
+        asked_of(x=x),
+    )  # fmt: skip

@@ -173,16 +173,28 @@ def _empty(x: Tensor, shape: Sequence[int], transposed: bool) -> Tensor:
     return x.new_empty(shape[::-1]).t() if transposed else x.new_empty(shape)
 
 
+def _flops_of_gather(dys: Any, x: Any, *_: object, **__: object) -> int:
+    return 4 * sum(map(prod, dys)) * x[-1]
+
+
+def _flops_of_scatter(dy: Any, x: Any, *_: object, **__: object) -> int:
+    return 4 * prod(x) * dy[-1]
+
+
+def _flops_of_wgrad(x: Any, dys: Any, *_: object, **__: object) -> int:
+    return 2 * sum(map(prod, dys)) * x[-1]
+
+
 _WHERE = "str plan, int[] rows, str group_name, int group_size, int rank"
-for _given, _impl, _meta in (
+for _given, _impl, _meta, _flops in (
     ("all_gather_matmul_backward(Tensor[] dy, Tensor x, Tensor[] w, {}) -> Tensor[]",
-     _run_gather, _fake_gather),
+     _run_gather, _fake_gather, _flops_of_gather),
     ("matmul_reduce_scatter_backward(Tensor dy, Tensor x, Tensor w, {}) -> (Tensor, Tensor)",
-     _run_scatter, _fake_scatter),
+     _run_scatter, _fake_scatter, _flops_of_scatter),
     ("all_gather_matmul_wgrad(Tensor x, Tensor[] dy, bool transposed, {}) -> Tensor[]",
-     _run_wgrad, _fake_wgrad),
+     _run_wgrad, _fake_wgrad, _flops_of_wgrad),
 ):  # fmt: skip
-    register(_given.format(_WHERE), _impl, _meta, refuse_double_matmul)
+    register(_given.format(_WHERE), _impl, _meta, refuse_double_matmul, flops=_flops)
 
 
 def gradients_of_gather(

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from counterpoint.errors import CounterpointError, UnsupportedError
@@ -35,7 +36,7 @@ from counterpoint.runtime.workspace import Operands, Workspace, workspace_of, wo
 # both private, and asked at each call: a feature test holds them
 num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack  # pyright: ignore
 _any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled  # pyright: ignore
-_transform: Callable[[], object] = torch._C._functorch.peek_interpreter_stack  # pyright: ignore
+transformed: Callable[[], object] = torch._C._functorch.peek_interpreter_stack  # pyright: ignore
 Shape = tuple[int, ...]
 Tensors = Sequence[Tensor | None]  # of a call, in the order of its operator's inputs
 Words = tuple[dict[str, str], CounterpointError | None]
@@ -89,6 +90,9 @@ class Operator:
         ends: what remains to be done when the plan has run, on its operands; None: nothing.
         clears: rows of results that are none have to be zero.
         settings: facts that are not seen by its tensors, by name.
+        compares: likewise, of what stands around what runs: ranks compare them, and the same code
+            runs whatever they are.
+        name: as users know it; "": op.
 
     Attributes:
         known: those that have been declared, by op; of several of one op the first.
@@ -104,6 +108,8 @@ class Operator:
     ends: Callable[[Code | None], Action | None] | None = None
     clears: bool = False
     settings: tuple[tuple[str, bool | float | str], ...] = ()
+    compares: tuple[tuple[str, int | str], ...] = ()
+    name: str = ""
 
     def __post_init__(self) -> None:
         self.known.setdefault(self.op, self)
@@ -122,11 +128,11 @@ class Compiled(NamedTuple):
 
     Args:
         code: None: there is nothing to compute.
-        digest: of the facts.
+        digests: of the facts, for each `Operator.compares` that there were.
     """
 
     code: Code | None
-    digest: int
+    digests: dict[object, int]
 
 
 class Ready:
@@ -141,7 +147,8 @@ class Ready:
         outputs: tuple[Output, ...],
     ) -> None:
         self.workspace, self.board = workspace, workspace.board
-        code, self.digest = self.code, _ = known
+        code = self.code = known.code
+        self.digest = known.digests[operator.compares]
         given = enumerate(zip(operator.inputs, tensors, strict=True))
         named = {buffer.name for buffer in code.program.plan.buffers} if code else set[str]()
         # positions of the tensors that are there, their buffers, and how they become operands; a
@@ -240,7 +247,9 @@ def key_of(
         counted: how many rows the first tensor has is nothing to remember.
     """
     # a compiler first: it traces what follows
-    if torch.compiler.is_compiling() or num_dispatch_modes() or _any_autocast() or _transform():
+    if torch.compiler.is_compiling() or num_dispatch_modes() or _any_autocast() or transformed():
+        return None
+    if forward_ad._current_level >= 0:  # pyright: ignore[reportPrivateUsage]
         return None
     if type(dim) is not int:
         return None
@@ -259,6 +268,8 @@ def key_of(
                 continue
             kind = type(t)
             if (kind is not Tensor and kind is not Parameter) or (grad and t.requires_grad):
+                return None
+            if t.is_neg():  # its numbers are not those in memory: the dispatcher makes them so
                 return None
             key += (t.shape, t.stride(), t.dtype, t.device)
         if counted:
@@ -405,8 +416,8 @@ def _prepared(
     known: Compiled | None = workspace.code.get(facts)
     # ranks that disagree would wait for one another, or compute something else: compared in words
     # at the first call with these facts, and at each call where that is asked for; else by digests
-    digest = known.digest if known else 0
-    if known is None or checking():
+    digest = known.digests.get(operator.compares) if known else None
+    if digest is None or checking():
         digest = _compare(operator, tensors, plan, rows, workspace, refused)
     elif refused is not None:
         workspace.board.refuse(refused)
@@ -423,8 +434,9 @@ def _prepared(
                 like = {x.name: formed(t) if (formed := _form(x, t)) else t
                         for x, t in given if t is not None}  # fmt: skip
                 code = compiled(chosen, plan, workspace, like)
-        known = Compiled(code, digest)
+        known = Compiled(code, {})
         workspace.remember(facts, known)
+    known.digests[operator.compares] = digest
     outputs = operator.outputs(tensors, rows, ranks, rank)
     ready = Ready(workspace, known, operator, tensors, outputs)
     workspace.know(layout, ready)
@@ -447,12 +459,15 @@ def _compare(
 ) -> int:  # fmt: skip
     """Refuse a call whose facts differ between ranks, or that one of them refuses; their digest."""
     if operator.words is None:
-        here, wrong = words_of(operator.op, operator.inputs, tensors, plan, rows), None
+        here, wrong = words_of(operator.inputs, tensors, plan, rows), None
         here |= {name: str(value) for name, value in operator.settings}
     else:
         here, wrong = operator.words(tensors, rows, workspace.rank)
-        here = {"op": operator.op, "plan": plan} | here
-    return agree(operator.op, here, workspace, refused or wrong)
+        here = {"plan": plan} | here
+    around = {name: str(value) for name, value in operator.compares}
+    op = operator.name or operator.op
+    here = {"op": op} | around | here
+    return agree(op, here, workspace, refused or wrong)
 
 
 def compiled(plan: Plan, asked: str, workspace: Workspace, like: Operands | None = None) -> Code:
@@ -495,24 +510,48 @@ def run(
 def _form(given: Input, tensor: Tensor) -> Callable[[Tensor], Tensor] | None:
     """How the tensor becomes the 2-D operand of the plan; None: it is one already."""
     if given.form == "given":
-        return None
+        if _in_order(tensor) or tensor.dim() < 2 or _in_order(tensor.mT):
+            return None
+        by_column = not tensor.is_contiguous() and tensor.mT.is_contiguous()
+        if by_column:
+            return lambda t: _without_gaps(t.mT).mT
+        return _without_gaps if tensor.is_contiguous() else None
     if given.form == "plain":
-        return None if tensor.is_contiguous() else Tensor.contiguous
+        return None if _in_order(tensor) else _without_gaps
     if given.form == "row":
-        return lambda t: t.contiguous().view(1, -1)
+        return lambda t: _without_gaps(t).view(1, -1)
     if given.form == "heads":
-        return lambda t: t.contiguous().flatten(1)
+        return lambda t: _without_gaps(t).flatten(1)
     if tensor.dim() == 1:  # the one scale of a tensor
-        return lambda t: t.view(1, 1)
+        return lambda t: _without_gaps(t).view(1, 1)
     if given.form == "rows":
-        if not tensor.is_contiguous():
-            return lambda t: t.contiguous().flatten(0, -2)
+        if not _in_order(tensor):
+            return lambda t: _without_gaps(t).flatten(0, -2)
         return None if tensor.dim() == 2 else lambda t: t.flatten(0, -2)
     if tensor.dtype in FP8:
-        return None if tensor.t().is_contiguous() else lambda t: t.t().contiguous().t()
+        return None if _in_order(tensor.t()) else lambda t: _without_gaps(t.t()).t()
     # as the matmul library takes it: one of the two dims without gaps
     row_stride, col_stride = tensor.stride()
     plain = (col_stride == 1 and row_stride >= tensor.shape[1]) or (
         row_stride == 1 and col_stride >= tensor.shape[0]
     )
-    return None if plain else lambda t: t.contiguous()
+    return None if plain else _without_gaps
+
+
+def _in_order(t: Tensor) -> bool:
+    """Whether strides are those of new memory, also of dims of one element, where any are legal."""
+    return t.stride() == _strides(t.shape)
+
+
+def _without_gaps(t: Tensor) -> Tensor:
+    """The numbers in order: a tensor of which `_in_order` holds."""
+    t = t.contiguous()
+    return t if _in_order(t) else t.as_strided(t.shape, _strides(t.shape))
+
+
+def _strides(shape: Sequence[int]) -> Shape:
+    """Of new memory."""
+    found = [1] * len(shape)
+    for dim in range(len(shape) - 1, 0, -1):
+        found[dim - 1] = found[dim] * max(shape[dim], 1)
+    return tuple(found)

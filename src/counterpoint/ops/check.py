@@ -1,6 +1,7 @@
 """Arguments that operators share, refused before anything is launched."""
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,19 +9,23 @@ import torch
 from torch import Tensor
 
 from counterpoint.errors import InputError
+from counterpoint.ops.register import refuse_vmap
 from counterpoint.plan.families import families
 from counterpoint.plan.steps import Plan
 from counterpoint.ranges import MAX_COUNT, Range, misfit, plain
 from counterpoint.runtime.ranks import check_group as check_group
 
+# private: a feature test holds it
+_batched: Callable[[Tensor], bool] = torch._C._functorch.is_batchedtensor  # pyright: ignore
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def check_dense(op: str, **tensors: object) -> None:
-    """Refuse what is no tensor, or one without strides: sparse or nested.
+    """Refuse what is no tensor of this rank, or one without strides: sparse or nested.
 
     Raises:
         InputError: names the argument.
+        UnsupportedError: a transform of torch.func has made a batch of it.
     """
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
@@ -28,6 +33,14 @@ def check_dense(op: str, **tensors: object) -> None:
         if tensor.layout != torch.strided or tensor.is_nested:
             got = "a nested one" if tensor.is_nested else tensor.layout
             raise InputError(op, name, want="a dense tensor", got=got)
+        if torch.compiler.is_compiling():
+            continue
+        if _batched(tensor):
+            refuse_vmap(op)
+        known = sys.modules.get("torch.distributed.tensor")  # else there are none
+        if known is not None and isinstance(tensor, known.DTensor):
+            want, fix = "a Tensor of this rank", "pass its own part, to_local()"
+            raise InputError(op, name, want=want, got="a DTensor", fix=fix)
 
 
 def check_place(op: str, **tensors: Tensor) -> None:
@@ -125,6 +138,18 @@ def check_dim(op: str, name: str, dim: int, x: Tensor) -> int:
         want = f"a dim of x, 0 to {dims - 1}"
         raise InputError(op, name, want=want, got=repr(dim))
     return dim % dims
+
+
+def is_fake(t: object) -> bool:
+    """Whether a tensor has no values, as torch traces with: what ranks know is not asked for."""
+    return getattr(t, "fake_mode", None) is not None
+
+
+def asked_of(**tensors: Tensor | None) -> str:
+    """The names of those of which a gradient is asked for: backwards meet, so ranks compare it."""
+    if not torch.is_grad_enabled():
+        return ""
+    return " ".join(name for name, t in tensors.items() if t is not None and t.requires_grad)
 
 
 def autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -170,7 +170,7 @@ class Eager(torch.autograd.Function):
         tables, indices, offsets, _, _, last, _, _, _, out, _ = given
         if how.update is not None:
             ctx.use = Use(how.update.steps)
-        y = ready(tables, indices, offsets, weights, last, placed, out)
+        y = ready(tables, indices, offsets, weights, last, placed, out, asks=True)
         saved = tables if weights is not None and how.update is None else ()
         ctx.save_for_backward(indices, offsets, weights, anchor, *saved)
         ctx.tables = None if saved else tuple(tables)

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from counterpoint.errors import InputError
-from counterpoint.ops.call import num_dispatch_modes
-from counterpoint.ops.check import check_group
+from counterpoint.ops.call import num_dispatch_modes, transformed
+from counterpoint.ops.check import check_group, is_fake
 from counterpoint.ops.embedding_autograd import (
     ANCHOR,
     TRAINED,
@@ -118,19 +118,23 @@ def called(
             return _between_graphs(given, sparse, group, update)
         asked = Asked._make(given)
         return _operator(asked, described(asked, sparse, group), group, update)
+    if transformed() or (num_dispatch_modes() and is_fake(indices)):
+        asked = Asked._make(given)
+        return _operator(asked, described(asked, sparse, group), group, update)
     if type(indices) is Tensor and indices.is_cuda and (
         indices.device.index != torch.cuda.current_device()
     ):  # fmt: skip
         with torch.cuda.device(indices.device):
             return called(given, sparse, group, update)
-    ready, placed = ready_for(given, group)
+    asks = torch.is_grad_enabled()
+    ready, placed = ready_for(given, group, asks=asks)
     if out is None and (num_dispatch_modes() or not (
         PLAIN.issuperset(map(type, tables))
         and PLAIN.issuperset((type(indices), type(offsets), type(weights)))
     )):  # fmt: skip
         flat = ready.mean, last, sparse, ready.flat, [*ready.problem.rows], ready.dtype
         return _operator(Asked._make(given), (*flat, ready.workspace.rank), group, update)
-    if not torch.is_grad_enabled():
+    if not asks:
         return ready(tables, indices, offsets, weights, last, placed, out)
     # of all ranks or of none, whatever they train: the backward has an all-to-all too
     how = Backward(sparse, update)
@@ -155,6 +159,9 @@ def _operator(
     )  # fmt: skip
 
 
+TRACED = "compiling, or under transforms of torch.func"
+
+
 def described(asked: Asked, sparse: bool, group: dist.ProcessGroup) -> tuple[Any, ...]:
     """What the operator needs beside tensors, without asking other ranks: in a compiled graph.
 
@@ -163,12 +170,12 @@ def described(asked: Asked, sparse: bool, group: dist.ProcessGroup) -> tuple[Any
     """
     check_bags(*asked[:6])
     if asked.dims is None:
-        raise InputError(OP, "dims", want="given while compiling", got=None)
+        raise InputError(OP, "dims", want=f"given while {TRACED}", got=None)
     tables, batch, ranks = asked.tables, asked.batch, group.size()
     if batch is None:
         bags = (asked.offsets.numel() - asked.last) // max(len(tables), 1)
         if not tables or bags % ranks:
-            raise InputError(OP, "batch", want="given while compiling", got=f"{bags} bags")
+            raise InputError(OP, "batch", want=f"given while {TRACED}", got=f"{bags} bags")
         batch = [bags // ranks] * ranks
     if not tables and asked.dtype is None:
         raise InputError(OP, "dtype", want="given where there are no tables", got=None)
@@ -183,8 +190,9 @@ def _run(*given: Any) -> Tensor:
     p, bags = problem_from(g.dims, g.batch, g.dtype), (g.tables, g.indices, g.offsets, g.weights)
     mode = "mean" if g.mean else "sum"
     asked = (*bags, mode, g.last, p.rows, p.tables, g.dtype, None, g.plan)
-    ready, placed = ready_for(asked, group_of(g.group_name))
-    return ready(*bags, g.last, placed)
+    asks = g.anchor is not None
+    ready, placed = ready_for(asked, group_of(g.group_name), asks=asks)
+    return ready(*bags, g.last, placed, asks=asks)
 
 
 def _fake(*given: Any) -> Tensor:

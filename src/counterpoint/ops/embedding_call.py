@@ -43,15 +43,17 @@ class Ready:
         workspace: of the group on the device.
         problem: what is computed.
         mean: of bags, not their sums.
-        digest: of what is equal on all ranks.
+        digests: of what is equal on all ranks, where no gradient is asked for, and where one is.
     """
 
     code: Code | None = None
     opened: Code | None = None  # for an output that replays of a graph share
 
-    def __init__(self, workspace: Workspace, problem: Problem, digest: int, *, mean: bool) -> None:
+    def __init__(
+        self, workspace: Workspace, problem: Problem, digests: Sequence[int], *, mean: bool
+    ) -> None:
         self.workspace, self.problem, self.mean = workspace, problem, mean
-        self.digest, self.board = digest, workspace.board
+        self.digests, self.board = digests, workspace.board
         self.shape = problem.rows[workspace.rank], problem.n
         self.dtype: torch.dtype = getattr(torch, problem.dtype)
         # as the dispatcher takes them: of each rank how many tables, and their columns
@@ -60,12 +62,14 @@ class Ready:
     def __call__(
         self, tables: Sequence[Tensor], indices: Tensor, offsets: Tensor, weights: Tensor | None,
         last: bool, placed: dict[object, Chunks], out: PooledOutputs | None = None,
+        asks: bool = False,
     ) -> Tensor:  # fmt: skip
         """Run on the current stream.
 
         Args:
             tables, indices, offsets, weights, last, placed: see `Bags`.
             out: whose next turn is the result; None: a new tensor.
+            asks: whether all ranks take part in a backward.
 
         Raises:
             InputError: a graph is captured, and `out` has no output left for one.
@@ -74,7 +78,7 @@ class Ready:
         """
         board = self.board
         try:
-            board.note(self.digest)
+            board.note(self.digests[asks])
             into, code = None, self.code
             if out is None:
                 y = indices.new_empty(self.shape, dtype=self.dtype)
@@ -117,11 +121,12 @@ class Known(NamedTuple):
     placed: dict[object, Chunks]
 
 
-def ready_for(given: tuple[Any, ...], group: dist.ProcessGroup) -> Known:
+def ready_for(given: tuple[Any, ...], group: dist.ProcessGroup, *, asks: bool) -> Known:
     """What a call runs with; collective where its facts are new.
 
     Args:
         given: the fields of `Asked`.
+        asks: whether all ranks take part in a backward.
 
     Raises:
         InputError: an argument is wrong, or ranks differ; nothing was launched.
@@ -154,15 +159,17 @@ def ready_for(given: tuple[Any, ...], group: dist.ProcessGroup) -> Known:
                     return found
     except (AttributeError, RuntimeError, TypeError, ValueError):  # refused below, if it is wrong
         key = None
-    return _first(Asked._make(given), group, key)
+    return _first(Asked._make(given), group, key, asks)
 
 
-def _first(asked: Asked, group: dist.ProcessGroup, key: tuple[Any, ...] | None) -> Known:
+def _first(
+    asked: Asked, group: dist.ProcessGroup, key: tuple[Any, ...] | None, asks: bool
+) -> Known:
     """Check, agree with all ranks, choose and compile; and remember it by `key`."""
     device = asked.device
     workspace = workspace_of(group, device)
     workspace.check()
-    problem, plan = agreed(asked, workspace)
+    problem, plan = agreed(asked, workspace, asks)
     placed: dict[object, Chunks] = {}
     facts = (OP, plan.problem, plan.spec, asked.mode, bool(asked.out and asked.out.captured))
     ready: Ready | None = workspace.code.get(facts)
@@ -171,9 +178,12 @@ def _first(asked: Asked, group: dist.ProcessGroup, key: tuple[Any, ...] | None) 
         workspace.refuse_growth("none: this is the first call of such bags")
         said = {"op": OP, "plan": plan.spec, "mode": asked.mode, "dtype": problem.dtype}
         said |= {"batch": str(problem.rows), "dims": str(problem.tables)}
-        digest = digest_of(said)
-        workspace.board.facts[digest] = said
-        ready = Ready(workspace, problem, digest, mean=asked.mode == "mean")
+        digests: list[int] = []
+        for asks in (False, True):
+            facts_of_call = said | {"requires_grad": str(asks)}
+            digests.append(digest_of(facts_of_call))
+            workspace.board.facts[digests[-1]] = facts_of_call
+        ready = Ready(workspace, problem, digests, mean=asked.mode == "mean")
         if not problem.empty:
             ready.compile(plan, asked, placed)
         workspace.remember(facts, ready)

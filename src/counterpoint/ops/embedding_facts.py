@@ -74,7 +74,7 @@ class _Agreed(NamedTuple):
     plan: Plan
 
 
-def agreed(asked: Asked, workspace: Workspace) -> tuple[Problem, Plan]:
+def agreed(asked: Asked, workspace: Workspace, asks: bool) -> tuple[Problem, Plan]:
     """What is computed and how; ranks meet at the first call with these dims, counts and plan.
 
     All of them must come to it or none: so it is known by what is equal on all ranks, and asked
@@ -85,6 +85,9 @@ def agreed(asked: Asked, workspace: Workspace) -> tuple[Problem, Plan]:
 
     What is chosen at the first of such calls, by all ranks' numbers of indices, later ones take
     too, whatever they pool: a rank that decided anew by its own would decide alone.
+
+    Args:
+        asks: whether all ranks take part in a backward.
 
     Raises:
         InputError: an argument is wrong, on all ranks alike where they meet; or the ranks disagree.
@@ -105,10 +108,10 @@ def agreed(asked: Asked, workspace: Workspace) -> tuple[Problem, Plan]:
         if refused is None:  # else it is of what has been refused already
             raise
     found: _Agreed | None = workspace.agreed.get(known) if known else None
-    asks = workspace.device.type == "cpu" or agreement.checking()
+    values = workspace.device.type == "cpu" or agreement.checking()
     # a call of which nothing can be said is taken for the first one only where there was none
     new = found is None if known else not any(isinstance(k, _Known) for k in workspace.agreed)
-    if not (asks or new or (known.dims if known else asked.dims) is None):
+    if not (values or new or (known.dims if known else asked.dims) is None):
         if refused is not None:
             workspace.board.refuse(refused)
             raise refused  # peers do not meet
@@ -121,7 +124,9 @@ def agreed(asked: Asked, workspace: Workspace) -> tuple[Problem, Plan]:
             refuse_capture("none: this is the first call of such tables and bags")
         assert found is not None
         return found
-    here = _said(asked, known, asks) if known is not None and refused is None else {"op": OP}
+    here = (
+        _said(asked, known, values, asks) if known is not None and refused is None else {"op": OP}
+    )
     everyone = agreement.meet(OP, (here, refused), workspace, here)
     problem = of_islands(_told(everyone), workspace)
     assert known is not None
@@ -225,13 +230,13 @@ def _counts(batch: Sequence[int] | None) -> tuple[int, ...] | None:
     return counts
 
 
-def _said(asked: Asked, known: _Known, values: bool) -> dict[str, str]:
+def _said(asked: Asked, known: _Known, values: bool, asks: bool) -> dict[str, str]:
     """What this rank says of a call, and of its values where they are looked at."""
     here = {
         "op": OP, "mode": asked.mode, "plan": known.plan, "bags": str(sum(known.batch)),
         "batch": str(known.batch), "dtype": str(known.dtype), "out": str(asked.out is not None),
         "outputs": str(known.outputs), "dims": str(known.dims), "own": str(_columns(asked)),
-        "indices": str(asked.indices.numel()),
+        "indices": str(asked.indices.numel()), "requires_grad": str(asks),
     }  # fmt: skip
     if values:
         here["values"] = problem_with(asked.tables, asked.indices, asked.offsets, last=asked.last)
@@ -245,7 +250,8 @@ def _told(everyone: Sequence[tuple[dict[str, str], CounterpointError | None]]) -
     for _, refused in everyone:
         if refused is not None:
             raise refused
-    _compare(words, ("mode", "plan", "bags", "batch", "dtype", "out", "outputs", "dims"))
+    _compare(words, ("mode", "plan", "bags", "batch", "dtype", "out", "outputs", "dims",
+                     "requires_grad"))  # fmt: skip
     if all(said["own"] == "()" for said in words):
         raise InputError(OP, "tables", want="some on one rank at least", got="none on all")
     for rank, said in enumerate(words):

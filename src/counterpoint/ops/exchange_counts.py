@@ -5,7 +5,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from counterpoint.errors import CounterpointError, InputError
-from counterpoint.ops.agreement import refused
+from counterpoint.ops.agreement import note, refused
 from counterpoint.ops.check import check_dense, check_group, check_place
 from counterpoint.ops.register import register
 from counterpoint.runtime.library import library_of
@@ -62,7 +62,7 @@ def _run(counts: Tensor, group_name: str, group_size: int) -> Tensor:
     table = counts.new_empty(group_size, counts.shape[0])
     workspace = workspace_of(group_of(group_name), counts.device)
     with workspace.board.whole():
-        workspace.board.note_op(OP)
+        note({"op": OP, "counts": f"{counts.dtype} {list(counts.shape)}"}, workspace)
         calls = library_of(workspace, Awaited(OP, "exchange its counts", OP))
         calls.all_gather(table.view(-1), counts.contiguous())
     return table

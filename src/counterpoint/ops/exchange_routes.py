@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from counterpoint.errors import CounterpointError, InputError
-from counterpoint.ops.agreement import agree, checking, refused
-from counterpoint.ops.check import check_dense, check_group, check_place
+from counterpoint.ops.agreement import agree, checking, note, refused
+from counterpoint.ops.check import asked_of, check_dense, check_group, check_place, is_fake
 from counterpoint.ops.register import refuse_double, register
 from counterpoint.ranges import whole
 from counterpoint.runtime import device_routes
@@ -115,10 +115,12 @@ def exchange_routes(
     except CounterpointError as error:
         raise refused(error, group, experts) from None
     drops = capacity == "drop"
+    traced = not torch.compiler.is_compiling() and is_fake(experts)
+    place = group.group_name, str(experts.device)
     each, counts, numbers, lists, dropped = torch.ops.counterpoint.exchange_routes(
         experts, weights.float(), num_experts, max_rows,
-        1 if max_rows is None else num_islands(group.group_name, str(experts.device)), drops,
-        group.group_name, group.size(),
+        1 if max_rows is None or traced else num_islands(*place), drops,
+        group.group_name, group.size(), asked_of(weights=weights),
     )  # fmt: skip
     top_k, lost = 0 if max_rows is None else experts.shape[1], dropped if drops else None
     return Routes(counts, numbers, lists, each, experts.shape[0], top_k, lost)
@@ -174,23 +176,20 @@ def _checked(
 
 def _run(
     experts: Tensor, weights: Tensor, num_experts: int, max_rows: int | None, islands: int,
-    drops: bool, group_name: str, group_size: int,
+    drops: bool, group_name: str, group_size: int, asks: str = "",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     if max_rows is None and experts.is_cuda and torch.cuda.is_current_stream_capturing():
         want, got = "of a call that waits for the host", "a CUDA graph in capture, which cannot"
         raise InputError(OP, "experts", want=want, got=got)
     workspace = workspace_of(group_of(group_name), experts.device)
     facts = {"op": OP, "num_experts": str(num_experts), "top_k": str(experts.shape[1])}
-    facts["max_rows"] = str(max_rows)
+    facts |= {"max_rows": str(max_rows), "requires_grad": asks or "nothing"}
     if max_rows is not None:
         facts |= {"tokens": str(experts.shape[0]), "capacity": "drop" if drops else "error"}
         sizes = device_routes.sizes_of(workspace, experts, max_rows)
         device_routes.by_kernels(sizes, num_experts, experts.dtype, experts.device)
-    key = (OP, *facts.values())
     with workspace.board.whole():
-        if key not in workspace.agreed:
-            workspace.agreed[key] = agree(OP, facts, workspace)
-        workspace.board.note(workspace.agreed[key])
+        note(facts, workspace)
         if max_rows is None:
             known = find_routes(workspace, experts, weights, num_experts)
             return *known, experts.new_empty(0, dtype=torch.int64)
@@ -226,7 +225,7 @@ def _look(
 
 def _fake(
     experts: Tensor, weights: Tensor, num_experts: int, max_rows: int | None, islands: int,
-    drops: bool, group_name: str, group_size: int,
+    drops: bool, group_name: str, group_size: int, asks: str = "",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     dropped = experts.new_empty(group_size if drops else 0, dtype=torch.int64)
     if max_rows is not None:
@@ -244,7 +243,7 @@ def _fake(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _, weights, _, max_rows, _, _, *ctx.where = inputs
+    _, weights, _, max_rows, _, _, *ctx.where, _ = inputs
     _, counts, numbers, lists, dropped = output
     ctx.save_for_backward(numbers, lists)
     ctx.given = *weights.shape, max_rows is not None
@@ -255,7 +254,7 @@ def _backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
     each = torch.ops.counterpoint.weights_back(
         grads[0].contiguous(), *ctx.saved_tensors, *ctx.given, *ctx.where
     )
-    return None, each, *(None,) * 6
+    return None, each, *(None,) * 7
 
 
 def _run_back(
@@ -281,7 +280,8 @@ def _fake_back(
 
 register(
     f"{OP}(Tensor experts, Tensor weights, int num_experts, SymInt? max_rows, int islands, "
-    "bool drops, str group_name, int group_size) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "bool drops, str group_name, int group_size, str requires_grad=\"\") "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _run, _fake, _backward, _save,
 )  # fmt: skip
 register(

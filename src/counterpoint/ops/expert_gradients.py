@@ -1,5 +1,6 @@
 """The gradient of the weights of experts: a product for each, of rows by expert on both sides."""
 
+from math import prod
 from typing import Any
 
 import torch
@@ -56,8 +57,12 @@ def _fake(
     return x.new_empty(experts, k, n)
 
 
+def _flops(x: Any, dy: Any, *_: object, **__: object) -> int:
+    return 2 * prod(x) * dy[1]
+
+
 register(
     f"{OP}(Tensor x, Tensor dy, Tensor counts, bool transposed, str group_name, int group_size) "
     "-> Tensor",
-    _run, _fake, refuse_double_matmul, meets=False,
+    _run, _fake, refuse_double_matmul, meets=False, flops=_flops,
 )  # fmt: skip

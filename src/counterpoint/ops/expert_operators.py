@@ -3,6 +3,7 @@
 The public functions stand in `all_to_all_matmul.py` and `matmul_all_to_all.py`.
 """
 
+from math import prod
 from typing import Any
 
 import torch
@@ -22,8 +23,8 @@ OPS: Any = torch.ops.counterpoint
 def _dispatch(
     x: Tensor, w: Tensor, counts: Tensor, rows: int, host: bool, *options: Any
 ) -> tuple[Tensor, Tensor]:
-    keep, _, clear, plan, group_name, _ = options
-    operator = operator_of(DISPATCH, keep, clear)
+    keep, _, clear, plan, group_name, _, *asks = options
+    operator = operator_of(DISPATCH, keep, clear, *asks)
     y, *kept = run(operator, (x, w, counts), plan, group_name, rows, host)
     return y, kept[0] if keep else x.new_empty(0, x.shape[1])
 
@@ -35,7 +36,7 @@ def _fake_dispatch(
 
 
 def _save_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, w, counts, _, ctx.host, keep, ctx.shown, _, *ctx.where = inputs
+    x, w, counts, _, ctx.host, keep, ctx.shown, _, *ctx.where, _ = inputs
     ctx.save_for_backward(w, counts, output[1] if keep else None)
     ctx.rows = x.shape[0]
     if not keep:
@@ -50,7 +51,7 @@ def _backward_dispatch(
     w, counts, rows = ctx.saved_tensors
     need_x, need_w = ctx.needs_input_grad[:2]
     plan, *group = ctx.where
-    none = (None,) * 9
+    none = (None,) * 10
     if dy is None and drows is None:
         return None, None, *none
     if dy is None:
@@ -74,8 +75,8 @@ def _backward_dispatch(
 def _combine(
     x: Tensor, w: Tensor, counts: Tensor, add: Tensor | None, rows: int, host: bool, *options: Any
 ) -> Tensor:
-    clear, plan, group_name, _ = options
-    operator = operator_of(COMBINE, False, clear)
+    clear, plan, group_name, _, *asks = options
+    operator = operator_of(COMBINE, False, clear, *asks)
     return run(operator, (x, w, counts, add, None, None), plan, group_name, rows, host)[0]
 
 
@@ -86,7 +87,7 @@ def _fake_combine(
 
 
 def _save_combine(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, w, counts, add, _, ctx.host, _, *ctx.where = inputs
+    x, w, counts, add, _, ctx.host, _, *ctx.where, _ = inputs
     ctx.save_for_backward(x, w, counts)
     ctx.has_add = add is not None
 
@@ -94,7 +95,7 @@ def _save_combine(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _backward_combine(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     if ctx.has_add and ctx.needs_input_grad[3]:
         raise UnsupportedError(f"{COMBINE}: what is added to the products has no gradient")
-    return *_gradients(ctx, dy, *ctx.saved_tensors), *(None,) * 8
+    return *_gradients(ctx, dy, *ctx.saved_tensors), *(None,) * 9
 
 
 def _gradients(ctx: Any, dy: Tensor, x: Tensor, w: Tensor, counts: Tensor) -> tuple[Any, Any]:
@@ -114,10 +115,12 @@ def _gradients(ctx: Any, dy: Tensor, x: Tensor, w: Tensor, counts: Tensor) -> tu
 def _combine_sum(
     x: Tensor, w: Tensor, counts: Tensor, index: Tensor, weights: Tensor, rows: int, *options: Any
 ) -> tuple[Tensor, Tensor]:
-    host, keep, plan, group_name, _ = options
+    host, keep, plan, group_name, _, *asks = options
     tensors = (x, w, counts, None, index, weights)
     refused = _outside(index, rows)
-    sums, y = run(operator_of(COMBINE, keep), tensors, plan, group_name, rows, host, refused)
+    sums, y = run(
+        operator_of(COMBINE, keep, False, *asks), tensors, plan, group_name, rows, host, refused
+    )
     return sums, y if keep else x.new_empty(0, w.shape[2])
 
 
@@ -140,7 +143,7 @@ def _fake_sum(
 
 
 def _save_sum(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, w, counts, index, weights, ctx.rows, ctx.host, keep, *ctx.where = inputs
+    x, w, counts, index, weights, ctx.rows, ctx.host, keep, *ctx.where, _ = inputs
     ctx.save_for_backward(x, w, counts, index, weights, output[1] if keep else None)
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
@@ -148,7 +151,7 @@ def _save_sum(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) 
 
 def _backward_sum(ctx: Any, dout: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
     x, w, counts, index, weights, y = ctx.saved_tensors
-    none: tuple[None, ...] = (None,) * 6
+    none: tuple[None, ...] = (None,) * 7
     if dout is None:
         return None, None, None, None, None, *none
     dx = dw = dweights = None
@@ -162,23 +165,33 @@ def _backward_sum(ctx: Any, dout: Tensor | None, _: Tensor | None) -> tuple[Tens
     return dx, dw, None, None, dweights, *none
 
 
-_WHERE = "str plan, str group_name, int group_size"
+def flops_of_dispatch(x: Any, w: Any, *_: object, out_shape: Any, **__: object) -> int:
+    """Of the rows that there are, or that there is room for."""
+    return 2 * prod(out_shape[0]) * w[1]
+
+
+def flops_of_combine(x: Any, w: Any, *_: object, **__: object) -> int:
+    """Likewise."""
+    return 2 * prod(x) * w[2]
+
+
+_WHERE = 'str plan, str group_name, int group_size, str requires_grad=""'
 # rows: of y. host: counts are host-known. keep: the rows that came here are the second result; if
 # they are shown to the caller, they may have a gradient. clear: rows of y beyond counts are zero
 register(
     f"{DISPATCH}(Tensor x, Tensor w, Tensor counts, SymInt rows, bool host, bool keep, bool shown, "
     f"bool clear, {_WHERE}) -> (Tensor, Tensor)",
-    _dispatch, _fake_dispatch, _backward_dispatch, _save_dispatch,
+    _dispatch, _fake_dispatch, _backward_dispatch, _save_dispatch, flops=flops_of_dispatch,
 )  # fmt: skip
 # add: to the products, row by row
 register(
     f"{COMBINE}(Tensor x, Tensor w, Tensor counts, Tensor? add, SymInt rows, bool host, "
     f"bool clear, {_WHERE}) -> Tensor",
-    _combine, _fake_combine, _backward_combine, _save_combine,
+    _combine, _fake_combine, _backward_combine, _save_combine, flops=flops_of_combine,
 )  # fmt: skip
 # keep: the rows that are summed are the second result
 register(
     f"{COMBINE}_sum(Tensor x, Tensor w, Tensor counts, Tensor index, Tensor weights, SymInt rows, "
     f"bool host, bool keep, {_WHERE}) -> (Tensor, Tensor)",
-    _combine_sum, _fake_sum, _backward_sum, _save_sum,
+    _combine_sum, _fake_sum, _backward_sum, _save_sum, flops=flops_of_combine,
 )  # fmt: skip

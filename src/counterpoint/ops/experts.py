@@ -227,12 +227,13 @@ def _ends(keep: bool, code: Code | None) -> Action | None:
 
 
 @cache
-def operator_of(op: str, keep: bool = False, clears: bool = False) -> Operator:
+def operator_of(op: str, keep: bool = False, clears: bool = False, asks: str = "") -> Operator:
     """How call.py sees a call.
 
     Args:
         keep: of a dispatch, the rows that come; of sums, the rows that are summed.
         clears: the rows beyond those of the table are zero.
+        asks: operands whose gradients ranks make together, if they are asked for; see `asked_of`.
     """
     inputs = (
         Input("x", "rows", fact="columns"), Input("w", "given"), Input("counts", "plain", fact=""),
@@ -245,6 +246,7 @@ def operator_of(op: str, keep: bool = False, clears: bool = False) -> Operator:
         partial(_problem, op), partial(_outputs, op, keep), partial(_words, op),
         partial(_ends, keep),
         clears,
+        compares=(("requires_grad", asks or "nothing"),),
     )  # fmt: skip
 
 

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from counterpoint.errors import CounterpointError, InputError
+from counterpoint.errors import CounterpointError, InputError, UnsupportedError
 from counterpoint.ops.agreement import refused
-from counterpoint.ops.check import DTYPES, autocast, check_dense, check_place
+from counterpoint.ops.check import DTYPES, autocast, check_dense, check_place, is_fake
 from counterpoint.ops.plans import plan_key
 from counterpoint.plan.steps import Plan
 from counterpoint.ranges import MAX_COUNT, Range, misfit, plain, whole
@@ -135,6 +135,9 @@ def room_of(
         max_rows = whole(op, "max_rows", max_rows)
         if not host:
             return max_rows, host
+    if not torch.compiler.is_compiling() and is_fake(counts):
+        what = f"{op}: fake tensors have no values, and those of counts say how many rows there are"
+        raise UnsupportedError(what)
     totals = rows_by_rank(counts, op == DISPATCH).tolist()
     if max_rows is not None and max(totals) > max_rows:
         who = totals.index(max(totals))

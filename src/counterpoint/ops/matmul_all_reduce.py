@@ -156,8 +156,12 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     return dx, dw, db, None, None, None, None, None, None
 
 
+def _flops(x: Any, w: Any, *_: object, **__: object) -> int:
+    return 2 * prod(x) * w[1]
+
+
 register(
     f"{OP}(Tensor x, Tensor w, Tensor? bias, str plan, str group_name, int group_size, "
     f'{OF_SCALES}, str behind="") -> Tensor',
-    _run, _fake, _backward, _save,
+    _run, _fake, _backward, _save, flops=_flops,
 )  # fmt: skip

@@ -11,7 +11,7 @@ from counterpoint.ops import call, scaled
 from counterpoint.ops.agreement import refused
 from counterpoint.ops.check import autocast
 from counterpoint.ops.matmul_all_reduce import OP, anew
-from counterpoint.ops.norms import Kind, Norm, check_like, norm_of, refuse_gradient
+from counterpoint.ops.norms import FP8, Kind, Norm, check_like, norm_of, refuse_gradient
 from counterpoint.ops.scaled import NO_SCALES, Scaled
 
 
@@ -132,4 +132,4 @@ def _normed(
 def _facts(norm: Norm, residual: bool, norm_bias: bool, scale: bool) -> str:
     """What ranks have to do alike with the sum."""
     there = f"residual={residual} norm_bias={norm_bias} scale={scale}"
-    return f"norm={norm.kind} eps={norm.eps} fp8={norm.fp8} {there}"
+    return f"norm={norm.kind} eps={norm.eps} out_dtype={FP8 if norm.fp8 else None} {there}"

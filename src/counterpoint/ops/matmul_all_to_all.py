@@ -10,7 +10,7 @@ from torch import Tensor
 
 from counterpoint.errors import InputError
 from counterpoint.ops import call, routed_experts
-from counterpoint.ops.check import check_dense, check_group
+from counterpoint.ops.check import asked_of, check_dense, check_group
 from counterpoint.ops.exchange_routes import Routes
 from counterpoint.ops.expert_operators import OPS
 from counterpoint.ops.experts import Seen, operator_of, seen
@@ -91,7 +91,7 @@ def _anew(
     if key is not None and known is not None:
         operator, tensors = operator_of(OP), (x, w, counts, None, index, weights)
         return call.ran(operator, tensors, plan, known.facts, group, key, call.Given(room))[0]
-    where = (plan, group.group_name, group.size())
+    where = (plan, group.group_name, group.size(), "some" if asked_of(x=x, w=w) else "")
     if index is None or weights is None:
         return OPS.matmul_all_to_all(x, w, counts, None, room, host, False, *where)
     keep = torch.is_grad_enabled() and weights.requires_grad

@@ -1,7 +1,7 @@
 """Multiply, sum over ranks, keep own rows: the second linear layer under sequence parallelism."""
 
 from collections.abc import Sequence
-from functools import cache, partial
+from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from torch import Tensor
 from counterpoint.errors import CounterpointError, InputError
 from counterpoint.ops import call, fused_sum, scaled
 from counterpoint.ops.agreement import Input, refused
+from counterpoint.ops.around import Around
 from counterpoint.ops.backward import (
     dtype_of,
     flat_rows,
@@ -23,6 +24,7 @@ from counterpoint.ops.backward import (
 from counterpoint.ops.batch_invariant import add_bias
 from counterpoint.ops.call import Operator, Output, Tensors, present
 from counterpoint.ops.check import (
+    asked_of,
     autocast,
     check_dim,
     check_group,
@@ -86,30 +88,50 @@ def matmul_reduce_scatter(
     Example:
         >>> y = counterpoint.matmul_reduce_scatter(x, w, group=tp)  # doctest: +SKIP
     """
+    return scattered(x, w, bias, group, plan, rows, scatter_dim)
+
+
+def scattered(
+    x: Any, w: Any, bias: Tensor | None, group: Any, plan: str | Path | Plan,
+    rows: Sequence[int] | None, scatter_dim: int, around: Around | None = None,
+) -> Tensor:  # fmt: skip
+    """`matmul_reduce_scatter`.
+
+    Args:
+        around: of a caller who has moved the dim to the front; `scatter_dim` is 0 then.
+    """
     scales = NO_SCALES
     if isinstance(x, Scaled) or isinstance(w, Scaled):
         if scatter_dim:
-            again = partial(matmul_reduce_scatter, group=group, bias=bias, plan=plan, rows=rows)
+
+            def again(x: Scaled, dim: int) -> Tensor:
+                return scattered(x, w, bias, group, plan, rows, 0, Around(dim))
+
             return scaled.along(OP, ("scatter_dim", scatter_dim), x, w, group, again)
         x, w, scales = scaled.apart(OP, x, w, group)
     if scatter_dim and is_last(scatter_dim, x):
         return _columns(x, w, group, bias, plan, rows)
     tensors = (x, w, bias, *scales)
-    y, key, group = call.repeated(OP, tensors, group, plan, rows, scatter_dim)
+    if around is None:
+        y, key, group = call.repeated(OP, tensors, group, plan, rows, scatter_dim)
+    else:
+        found, key, group = call.repeated(OP, tensors, group, plan, rows, settings=around)
+        y = found[0] if found else None
     if y is not None:
         return y
-    return _anew(x, w, group, (bias, *scales), plan, rows, scatter_dim, key)
+    return _anew(x, w, group, (bias, *scales), plan, rows, scatter_dim, key, around)
 
 
 def _anew(
     x: Tensor, w: Tensor, group: dist.ProcessGroup, added: tuple[Tensor | None, ...],
     plan: str | Path | Plan, rows: Sequence[int] | None, scatter_dim: int,
-    key: tuple[object, ...] | None,
+    key: tuple[object, ...] | None, around: Around | None,
 ) -> Tensor:  # fmt: skip
     """The first call like this one, or one that goes through the dispatcher.
 
     Args:
         added: bias, and the scales of x and of w.
+        around: see `scattered`.
     """
     try:
         x, w, bias, scales = scaled.checked(OP, x, w, added)
@@ -117,11 +139,13 @@ def _anew(
         spec = plan_key(OP, plan)
     except CounterpointError as error:
         raise refused(error, group, x) from None
+    around = around or Around(dim, asked_of(x=x, w=w))
     if key is not None:
-        y = call.ran(OPERATOR, (front, w, bias, *scales), spec, counts, group, key)[0]
+        operator = operator_of(*around)
+        y = call.ran(operator, (front, w, bias, *scales), spec, counts, group, key)[0]
     else:
         op, where = torch.ops.counterpoint.matmul_reduce_scatter, (group.size(), group.rank())
-        y = op(front, w, bias, spec, counts, group.group_name, *where, *scales)
+        y = op(front, w, bias, spec, counts, group.group_name, *where, *scales, *around)
     return y.movedim(0, dim) if dim else y
 
 
@@ -142,8 +166,8 @@ def _columns(
         fix = "pass rows=, one count per rank"
         raise InputError(OP, "w", want=want, got=tuple(w.shape), fix=fix)
     own = counts or [columns // ranks] * ranks
-    flat = x.flatten(0, -2)
-    yt = matmul_reduce_scatter(w.t(), flat.t(), group=group, plan=plan, rows=rows)
+    around = Around(x.dim() - 1, asked_of(x=x, w=w))
+    yt = scattered(w.t(), x.flatten(0, -2).t(), None, group, plan, rows, 0, around)
     y = yt.t().contiguous().view(*x.shape[:-1], own[group.rank()])
     return y if bias is None else y + bias.split(own)[group.rank()]
 
@@ -185,16 +209,18 @@ def _outputs(tensors: Tensors, rows: Sequence[int], ranks: int, rank: int) -> tu
     return (Output("y", _kept(x, rows, ranks, rank, w.shape[1]), dtype=scaled.result_of(x)),)
 
 
-OPERATOR: Operator = Operator(
-    OP,
-    (
+@cache
+def operator_of(*around: Any) -> Operator:
+    """With what is around, see `Around`."""
+    inputs = (
         Input("x", "rows"), Input("w", "matrix"), Input("bias", "row"),
         Input("x_scale", "rows"), Input("w_scale", "matrix"),
-    ),
-    _problem,
-    _outputs,
-    ends=add_bias,
-)  # fmt: skip
+    )  # fmt: skip
+    compares = Around(*around).words("scatter_dim")
+    return Operator(OP, inputs, _problem, _outputs, ends=add_bias, compares=compares)
+
+
+OPERATOR = operator_of()
 
 
 @cache
@@ -222,8 +248,9 @@ def _run(
     x: Tensor, w: Tensor, bias: Tensor | None,
     plan: str, rows: list[int], group_name: str, *rest: Any,
 ) -> Tensor:  # fmt: skip
-    _, _, *scales = rest  # behind size and rank
-    (y,) = call.run(OPERATOR, (x, w, bias, *(scales or NO_SCALES)), plan, rows, group_name)
+    # behind size and rank
+    scales, around = rest[2:4] or NO_SCALES, rest[4:]
+    (y,) = call.run(operator_of(*around), (x, w, bias, *scales), plan, rows, group_name)
     return y
 
 
@@ -251,7 +278,7 @@ def _fake_sum(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, w, bias, ctx.plan, ctx.rows, *ctx.where, _, _ = inputs
+    x, w, bias, ctx.plan, ctx.rows, *ctx.where, _, _, _, _ = inputs
     ctx.save_for_backward(x, w)
     ctx.has_bias = bias is not None
 
@@ -263,15 +290,24 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     needs = need_x, need_w
     dx, dw = gradients_of_scatter(dy, x, w, needs, ctx.plan, ctx.rows, where)
     db = dy.flatten(0, -2).sum(0) if ctx.has_bias and need_bias else None
-    return dx, dw, db, None, None, None, None, None, None, None
+    return dx, dw, db, *[None] * 9
+
+
+def _flops(x: Any, w: Any, *_: object, **__: object) -> int:
+    return 2 * prod(x) * w[1]
+
+
+def _flops_of_sum(x: Any, w: Any, *_: object, **__: object) -> int:
+    return sum(map(_flops, x, w))
 
 
 _WHERE = "str plan, int[] rows, str group_name, int group_size, int rank"
 register(
-    f"{OP}(Tensor x, Tensor w, Tensor? bias, {_WHERE}, {OF_SCALES}) -> Tensor",
-    _run, _fake, _backward, _save,
+    f"{OP}(Tensor x, Tensor w, Tensor? bias, {_WHERE}, {OF_SCALES}, int scatter_dim=0, "
+    'str requires_grad="") -> Tensor',
+    _run, _fake, _backward, _save, flops=_flops,
 )  # fmt: skip
 register(
     f"{OP}_sum(Tensor[] x, Tensor[] w, {_WHERE}) -> Tensor",
-    _run_sum, _fake_sum, refuse_double_matmul,
+    _run_sum, _fake_sum, refuse_double_matmul, flops=_flops_of_sum,
 )  # fmt: skip

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from counterpoint.errors import InputError
-from counterpoint.ops.agreement import captures
+from counterpoint.ops.agreement import agree, captures
 from counterpoint.ops.check import DTYPES, check_counts, check_device, check_group
 from counterpoint.ranges import whole
 from counterpoint.runtime.workspace import workspace_of
@@ -95,6 +95,9 @@ class PooledOutputs:
         # what a call is checked for
         self.facts = id(self.group), self.device, columns, dtype, self.batch, captured > 0
         workspace = workspace_of(self.group, self.device)
+        here = {"op": "PooledOutputs", "columns": str(columns), "dtype": str(dtype)}
+        here |= {"batch": str(self.batch), "turns": str(turns), "captured": str(captured)}
+        agree("PooledOutputs", here, workspace)
         self.turn_bytes = turn_bytes
         self._turn = 0
         self._recorded = 0  # calls, by graphs

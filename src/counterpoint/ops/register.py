@@ -7,7 +7,10 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.fx.node import has_side_effect
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils.flop_counter import register_flop_formula
 
 from counterpoint.errors import InputError, UnsupportedError
 from counterpoint.runtime.notice_board import NoticeBoard
@@ -24,12 +27,13 @@ DOUBLE = (
 def register(
     schema: str, run: Callable[..., Any], fake: Callable[..., Any],
     backward: Callable[..., Any] | None = None, save: Callable[..., None] | None = None,
-    *, meets: bool = True,
+    *, meets: bool = True, flops: Callable[..., int] | None = None,
 ) -> None:  # fmt: skip
     """Make an operator of torch's, which a compiled graph holds as one node.
 
-    Under vmap it is refused: what ranks do together has no batched form, and a loop over the batch
-    would meet as often as this rank's batch is long.
+    Of the transforms of torch.func, grad and vjp take it. Others are refused: what ranks do
+    together has no batched form, a loop over the batch would meet as often as this rank's batch is
+    long, and there is no forward-mode derivative.
 
     Where a graph holds the size of its group, or this rank, and the group has another by now, a
     call is refused: the graph would compute something else.
@@ -40,25 +44,25 @@ def register(
         fake: results of the same shapes, of tensors without values.
         backward: its gradients, from a context and those of the results; None: it has none.
         save: puts into the context what `backward` needs.
+        flops: of the matmuls that this rank would do in torch, from shapes in place of tensors and
+            `out_shape`; what FlopCounterMode counts. None: it multiplies nothing.
         meets: other ranks take part. A compiler then keeps a call whose result this rank ignores.
     """
-
-    def refuse_vmap(*_: object) -> NoReturn:
-        what = f"{op}: torch.func.vmap over an operator of several ranks is not supported"
-        raise UnsupportedError(f"{what}; call it on the whole batch")
-
     op = schema.partition("(")[0]
     LIBRARY.define(schema)
-    run = _in_its_group(op, _where_tensors_are(run))
+    run = _in_its_group(op, _where_tensors_are(op, run))
     LIBRARY.impl(op, run, "CompositeExplicitAutograd")
     name = f"counterpoint::{op}"
     torch.library.register_fake(name, fake, lib=LIBRARY)
-    torch.library.register_vmap(name, refuse_vmap, lib=LIBRARY)
+    if backward is not None and save is not None and meets:
+        save, backward = _of_one_forward(schema, save, backward)
+    transformed = _transformed(op, backward, save)
+    LIBRARY.impl(op, transformed, "FuncTorchDynamicLayerFrontMode")
+    if flops is not None:
+        register_flop_formula(getattr(torch.ops.counterpoint, op))(flops)
     if meets:
         has_side_effect(getattr(torch.ops.counterpoint, op).default)
     if backward is not None:
-        if meets and save is not None:
-            save, backward = _of_one_forward(schema, save, backward)
         torch.library.register_autograd(name, backward, setup_context=save, lib=LIBRARY)
 
 
@@ -102,11 +106,106 @@ def _of_one_forward(
     return saved, called
 
 
-def _where_tensors_are(run: Callable[..., Any]) -> Callable[..., Any]:
+def _transformed(
+    op: str, backward: Callable[..., Any] | None, save: Callable[..., None] | None
+) -> Callable[..., Any]:
+    """The operator under transforms of torch.func."""
+
+    class Transformed(torch.autograd.Function):
+        """Of all arguments and results in one row: torch looks for tensors in no list."""
+
+        @staticmethod
+        def forward(spec: TreeSpec, *flat: Any) -> Any:
+            found = getattr(torch.ops.counterpoint, op)(*tree_unflatten([*flat], spec))
+            return tuple(found) if isinstance(found, list) else found
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+            spec, *flat = inputs
+            ctx.spec, results = spec, output if isinstance(output, tuple) else (output,)
+            if save is not None:
+                save(ctx, tuple(tree_unflatten(flat, spec)), output)
+            else:
+                ctx.mark_non_differentiable(*(y for y in results if not y.is_floating_point()))
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            if backward is None:
+                raise UnsupportedError(f"{op}: it has no gradient")
+            _, *needs = ctx.needs_input_grad
+            needs = tree_unflatten(needs, ctx.spec)
+            own = _Context(ctx, needs)
+            found = backward(own, grads) if lists() else backward(own, *grads)
+            each = zip(needs, found, strict=True)
+            return None, *(g for need, given in each for g in _in_a_row(need, given))
+
+        @staticmethod
+        def vmap(*_: object) -> NoReturn:  # pyright: ignore[reportIncompatibleMethodOverride]
+            refuse_vmap(op)
+
+        @staticmethod
+        def jvp(*_: object) -> NoReturn:  # pyright: ignore[reportIncompatibleMethodOverride]
+            refuse_forward_mode(op)
+
+    def call(*given: Any) -> Any:
+        given += tuple(a.default_value for a in schema().arguments[len(given) :])
+        flat, spec = tree_flatten(given)
+        found: Any = Transformed.apply(spec, *flat)
+        return [*found] if lists() else found
+
+    def schema() -> Any:
+        return getattr(torch.ops.counterpoint, op).default._schema
+
+    def lists() -> bool:
+        return str(schema().returns[0].type) == "List[Tensor]"
+
+    return call
+
+
+class _Context:
+    """A context of autograd's, for a backward that takes arguments as they are in the schema."""
+
+    def __init__(self, ctx: Any, needs_input_grad: Any) -> None:
+        self._ctx, self.needs_input_grad = ctx, needs_input_grad
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ctx, name)
+
+
+def _in_a_row(need: Any, given: Any) -> list[Any]:
+    """Gradients of one argument; `need` has its structure."""
+    if isinstance(need, list):
+        return [*given] if given else [None] * len(need)  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+    return [given]
+
+
+def refuse_vmap(op: str) -> NoReturn:
+    """What ranks do together has no batched form.
+
+    Raises:
+        UnsupportedError: always.
+    """
+    what = f"{op}: torch.func.vmap over an operator of several ranks is not supported"
+    raise UnsupportedError(f"{what}; call it on the whole batch")
+
+
+def refuse_forward_mode(op: str) -> NoReturn:
+    """A derivative by torch.func.jvp or torch.autograd.forward_ad.
+
+    Raises:
+        UnsupportedError: always.
+    """
+    what = f"{op}: forward-mode derivatives (torch.func.jvp, torch.autograd.forward_ad) are not"
+    raise UnsupportedError(f"{what} supported; take torch.func.vjp, or backward")
+
+
+def _where_tensors_are(op: str, run: Callable[..., Any]) -> Callable[..., Any]:
     """The same, on the GPU of its first tensor that is on one: streams and kernels are of that."""
 
     @wraps(run)
     def there(*given: Any) -> Any:
+        if forward_ad._current_level >= 0:  # pyright: ignore[reportPrivateUsage]
+            _refuse_tangents(op, given)
         for each in given:
             for t in each if isinstance(each, list) else (each,):
                 if isinstance(t, Tensor) and t.is_cuda:
@@ -141,6 +240,13 @@ def _in_its_group(op: str, run: Callable[..., Any]) -> Callable[..., Any]:
     return there
 
 
+def _refuse_tangents(op: str, given: Any) -> None:
+    """Refuse operands of torch.autograd.forward_ad."""
+    for t in tree_flatten(given)[0]:
+        if isinstance(t, Tensor) and forward_ad.unpack_dual(t).tangent is not None:
+            refuse_forward_mode(op)
+
+
 def refuse_double(ctx: object, *grads: object) -> NoReturn:
     """The gradient of a gradient.
 
@@ -154,8 +260,12 @@ class Once(torch.autograd.Function):
     """A gradient, whose own would be a sum over the ranks."""
 
     @staticmethod
-    def forward(ctx: Any, dy: Tensor) -> Tensor:
+    def forward(dy: Tensor) -> Tensor:
         return dy.view_as(dy)
+
+    @staticmethod
+    def setup_context(ctx: object, inputs: tuple[Tensor], output: Tensor) -> None:
+        pass
 
     @staticmethod
     def backward(ctx: object, *grads: object) -> NoReturn:

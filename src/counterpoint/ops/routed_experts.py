@@ -19,9 +19,10 @@ from counterpoint.ops import call, experts
 from counterpoint.ops.agreement import Input, refused
 from counterpoint.ops.backward import dtype_of
 from counterpoint.ops.call import Operator, Output, Tensors, Words, present
-from counterpoint.ops.check import autocast
+from counterpoint.ops.check import asked_of, autocast
 from counterpoint.ops.exchange_routes import Routes
 from counterpoint.ops.expert_gradients import weight_gradient
+from counterpoint.ops.expert_operators import flops_of_combine, flops_of_dispatch
 from counterpoint.ops.experts_check import check_operands
 from counterpoint.ops.fused_experts import COMBINE, DISPATCH
 from counterpoint.ops.plans import backward_plan, family_of, of_islands, plan_key
@@ -57,7 +58,7 @@ def dispatch(
     where = spec, group.group_name, group.size()
     counts, numbers, lists, weights, _, top, _ = routes
     both = OPS.all_to_all_matmul_routed(
-        x, w, counts, numbers, lists, weights.shape[0], keep, top, *where
+        x, w, counts, numbers, lists, weights.shape[0], keep, top, *where, asked_of(x=x)
     )
     return both if return_rows else both[0]
 
@@ -75,7 +76,8 @@ def combine(
     x, w, spec = _checked(COMBINE, x, w, routes, asked, group, **given)
     *operands, tokens, top, _ = routes
     where = spec, group.group_name, group.size()
-    return OPS.matmul_all_to_all_routed(x, w, *operands, None, tokens, top, *where)
+    asks = "some" if asked_of(x=x, w=w, weights=routes.weights) else ""
+    return OPS.matmul_all_to_all_routed(x, w, *operands, None, tokens, top, *where, asks)
 
 
 def _checked(
@@ -104,7 +106,7 @@ def _checked(
 
 
 @cache
-def _operator(op: str, keep: bool) -> Operator:
+def _operator(op: str, keep: bool, asks: str = "") -> Operator:
     experts.operator_of(op)  # the first of an operator is what is sampled
     aside = (("weights", "plain"), ("add", "rows")) if op == COMBINE else ()
     inputs = (
@@ -112,7 +114,10 @@ def _operator(op: str, keep: bool) -> Operator:
         Input("routes", "plain", fact=""), Input("lists", "plain", fact=""),
         *(Input(name, form, fact="") for name, form in aside),  # type: ignore[arg-type]
     )  # fmt: skip
-    return Operator(op, inputs, partial(_problem, op), partial(_outputs, keep), _words)
+    return Operator(
+        op, inputs, partial(_problem, op), partial(_outputs, keep), _words,
+        compares=(("requires_grad", asks or "nothing"),),
+    )  # fmt: skip
 
 
 def _problem(op: str, tensors: Tensors, rows: Sequence[int], ranks: int) -> Problem:
@@ -219,8 +224,8 @@ def _run(
 
 
 def _dispatch(*given: Any) -> tuple[Tensor, Tensor]:
-    *tensors, rows, keep, top, plan, group_name, ranks = given
-    operator, sizes = _operator(DISPATCH, keep), Sizes(len(tensors[0]), top, ranks, rows)
+    tensors, (rows, keep, top, plan, group_name, ranks, *asks) = given[:5], given[5:]
+    operator, sizes = _operator(DISPATCH, keep, *asks), Sizes(len(tensors[0]), top, ranks, rows)
     y, *kept = _run(operator, tuple(tensors), plan, group_name, sizes)
     return y, kept[0] if keep else y.new_empty(0, tensors[0].shape[1])
 
@@ -233,7 +238,7 @@ def _fake_dispatch(
 
 
 def _save_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, w, counts, routes, lists, _, keep, ctx.top, *ctx.where = inputs
+    x, w, counts, routes, lists, _, keep, ctx.top, *ctx.where, _ = inputs
     ctx.save_for_backward(w, counts, routes, lists, output[1] if keep else None)
     ctx.tokens = x.shape[0]
     if not keep:
@@ -247,7 +252,7 @@ def _backward_dispatch(
     """dx: the sums of the gradients of a token's rows; dw: of the rows that came here."""
     w, counts, routes, lists, rows = ctx.saved_tensors
     plan, *group = ctx.where
-    none = (None,) * 9
+    none = (None,) * 10
     if dy is None and drows is None:
         return None, None, *none
     if dy is None:
@@ -264,18 +269,17 @@ def _backward_dispatch(
 
 
 def _combine(*given: Any) -> Tensor:
-    *tensors, tokens, top, plan, group_name, ranks = given
-    operator, sizes = _operator(COMBINE, False), Sizes(tokens, top, ranks, len(tensors[0]))
+    tensors, (tokens, top, plan, group_name, ranks, *asks) = given[:7], given[7:]
+    operator, sizes = _operator(COMBINE, False, *asks), Sizes(tokens, top, ranks, len(tensors[0]))
     return _run(operator, tuple(tensors), plan, group_name, sizes)[0]
 
 
 def _fake_combine(x: Tensor, w: Tensor, *rest: Any) -> Tensor:
-    *_, tokens, _, _, _, _ = rest
-    return x.new_empty(tokens, w.shape[2])
+    return x.new_empty(rest[5], w.shape[2])
 
 
 def _save_combine(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *saved, _, _, ctx.top, plan, group_name, ranks = inputs
+    *saved, _, _, ctx.top, plan, group_name, ranks, _ = inputs
     ctx.save_for_backward(*saved)
     ctx.where = plan, group_name, ranks
 
@@ -298,21 +302,21 @@ def _backward_combine(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         rows, _ = weighted_rows(rows, weights, None, counts, group[0])
     if need_w:
         dw = weight_gradient(x, rows, counts, w, *group)
-    return dx if need_x else None, dw, None, None, None, dweights, *(None,) * 6
+    return dx if need_x else None, dw, None, None, None, dweights, *(None,) * 7
 
 
 _GIVEN = "Tensor x, Tensor w, Tensor counts, Tensor routes, Tensor lists"
-_WHERE = "str plan, str group_name, int group_size"
+_WHERE = 'str plan, str group_name, int group_size, str requires_grad=""'
 # rows: of y. keep: the rows that came here are the second result. top: experts of a token, where
 # the device alone knows the routes; else 0
 register(
     f"all_to_all_matmul_routed({_GIVEN}, SymInt rows, bool keep, SymInt top, {_WHERE})"
     " -> (Tensor, Tensor)",
-    _dispatch, _fake_dispatch, _backward_dispatch, _save_dispatch,
+    _dispatch, _fake_dispatch, _backward_dispatch, _save_dispatch, flops=flops_of_dispatch,
 )  # fmt: skip
 # weights: of rows; None is 1. add: to the products, row by row. tokens: rows of y
 register(
     f"matmul_all_to_all_routed({_GIVEN}, Tensor? weights, Tensor? add, SymInt tokens, "
     f"SymInt top, {_WHERE}) -> Tensor",
-    _combine, _fake_combine, _backward_combine, _save_combine,
+    _combine, _fake_combine, _backward_combine, _save_combine, flops=flops_of_combine,
 )  # fmt: skip

@@ -88,7 +88,7 @@ def operands(problem: Problem, rank: int, device: torch.device) -> list[Tensor |
         tensor = torch.randn(shape[::-1] if is_weight else shape, device=device).to(dtype)
         tensor = tensor.t() if is_weight else tensor
         one = problem.scales == "tensor" and given.name.endswith(SCALE)
-        if one and given.alike:
+        if one and given.own:  # of all ranks, in a plan
             tensor.fill_(0.5)
         found.append(tensor.view(-1) if given.form == "row" or one else tensor)
     return found

@@ -23,8 +23,8 @@ class Scaled(NamedTuple):
     As x and w of `all_gather_matmul`, `matmul_reduce_scatter`, `matmul_all_reduce`, and of this one
     with a norm behind it, both with scales of one kind:
 
-    - per tensor: a scale [] or [1] each. That of a gathered x is the same on all ranks, which
-      compare it at the first call of a size.
+    - per tensor: a scale [] or [1] each, of each rank its own; those of a gather are taken as per
+      row and column.
     - per row of x and column of w: [rows, ..., 1] and [1, N].
     - per block: 128 numbers of a row of x, [rows, ..., K/128]; 128x128 of w, [K/128, N/128], the
       latter rounded up. K is a multiple of 128. On GPUs of compute capability 9.0.
@@ -76,13 +76,24 @@ def _flat(scale: Any) -> Any:
     return scale.view(1) if isinstance(scale, Tensor) and scale.dim() == 0 else scale
 
 
+def by_rows(x: Any, w: Any, scales: Scales) -> Scales:
+    """Scales per tensor as per row of x and column of w: that of a rank travels with its rows."""
+    x_scale, w_scale = scales
+    one = all(isinstance(t, Tensor) and t.shape == (1,) for t in scales)
+    if not one or x_scale is None or w_scale is None or w.dim() != 2 or not x.dim():
+        return scales
+    return x_scale.expand(*x.shape[:-1], 1), w_scale.expand(1, w.shape[1])
+
+
 def along(
-    op: str, place: tuple[str, int], x: Any, w: Any, group: Any, call: Callable[..., Tensor]
-) -> Tensor:
+    op: str, place: tuple[str, int], x: Any, w: Any, group: Any,
+    call: Callable[[Scaled, int], Tensor],
+) -> Tensor:  # fmt: skip
     """The call of x and w with a dim of x moved to the front, and back in the result.
 
     Args:
         place: the name of the argument, and the dim.
+        call: of what has been moved, and which dim it was.
 
     Raises:
         InputError: it is the last one, or x has no such dim; the ranks of `group` hear it.
@@ -100,7 +111,7 @@ def along(
         raise refused(error, group, data) from None
     if scale.dim() == data.dim():
         scale = scale.movedim(dim, 0)
-    return call(Scaled(data.movedim(dim, 0), scale), w).movedim(0, dim)
+    return call(Scaled(data.movedim(dim, 0), scale), dim).movedim(0, dim)
 
 
 def checked(

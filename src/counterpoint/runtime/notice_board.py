@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from copy import copy
-from functools import cache
+from functools import lru_cache
 from itertools import cycle
 from threading import Event, get_ident
 from typing import Any, NamedTuple, TypeVar
@@ -200,16 +200,16 @@ class NoticeBoard:
         self._mine[HEAD + self._calls % RING] = (digest ^ self.forward) | 1
         self._mine[CALLS] = self._calls
 
-    def note_op(self, op: str) -> None:
-        """Say that a call begins of which ranks compare nothing but the operator.
+    def note_op(self, op: str, **more: str) -> None:
+        """Say that a call begins of which ranks compare the operator, and what is more, by digests.
 
         Raises:
             InputError: a rank has called something else, as far as this one sees by now.
             CounterpointError: the group is unusable, as a rank has found.
         """
-        digest = _digest_of_op(op)
+        digest = _digest_of_op(op, **more)
         if digest not in self.facts:
-            self._know(digest, {"op": op})
+            self._know(digest, {"op": op} | more)
         self.note(digest)
 
     def _know(self, digest: int, facts: Facts) -> None:
@@ -739,9 +739,9 @@ def digest_of(facts: object) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest()) << 1
 
 
-@cache
-def _digest_of_op(op: str) -> int:
-    return digest_of({"op": op})
+@lru_cache(maxsize=MAX_FACTS)
+def _digest_of_op(op: str, **more: str) -> int:
+    return digest_of({"op": op} | more)
 
 
 def difference(here: Facts, there: Facts) -> tuple[str, str, str]:
@@ -750,6 +750,9 @@ def difference(here: Facts, there: Facts) -> tuple[str, str, str]:
         got = there.get(name, f"op {there.get('op', 'another')}")
         if got != want:
             return name, want, got
+    for name, got in there.items():
+        if name not in here:
+            return name, "none", got
     return "call", "a known call", "another call"
 
 

@@ -23,10 +23,9 @@ from counterpoint.runtime.symmetric_memory import (
     on_all_ranks,
 )
 
-
 # torch numbers the meetings of symmetric memory in each process, over all of its groups, and finds
-# what a peer has written by that number: a rank that has met once more, in a group of its own, would
-# wait for ever. The numbers are read where torch writes them, in a store that holds nothing else
+# what a peer has written by that number. A rank that has met once more, in a group of its own,
+# would wait for ever. The numbers are read where torch writes them, in a store that holds nothing else
 PROBE = "counterpoint/probe"  # groups of this rank alone
 MEETING = "CUDASymmetricMemory/{}/0"
 MOST_MEETINGS = 1 << 16

@@ -75,6 +75,9 @@ class Workspace:
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        if dist.get_backend(group) == "fake":
+            what = "counterpoint: torch's fake process group has no other ranks to call"
+            raise UnsupportedError(f"{what}; take fake tensors with it, for shapes alone")
         self._group = weakref.ref(group)  # it ends when torch destroys it, and with it this
         self.group_id = id(group)
         self.device = device
