@@ -205,13 +205,17 @@ class ExpertParallelMLP(Grouped):
             top_k = self._check_given(x, experts, weights, logits, top_k, renormalize)
         except InputError as error:  # hosts of peers may wait for this one
             raise agreement.refused(error, self.group, x) from None
-        if logits is not None:
-            logits = logits.reshape(-1, self.num_experts)
-            weights, experts = choose_experts(logits, top_k, renormalize)
-        assert experts is not None and weights is not None
-        if logits is None:
-            self._check_ids(experts)
-        return no_view(self._through(x, experts, weights))
+        try:
+            if logits is not None:
+                logits = logits.reshape(-1, self.num_experts)
+                weights, experts = choose_experts(logits, top_k, renormalize)
+            assert experts is not None and weights is not None
+            if logits is None:
+                self._check_ids(experts)
+            return no_view(self._through(x, experts, weights))
+        except BaseException as error:
+            agreement.left(self._get_name(), error, self.group, x)
+            raise
 
     def _through(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         top_k, tokens = experts.shape[-1], x.reshape(-1, x.shape[-1])

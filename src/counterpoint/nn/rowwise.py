@@ -15,6 +15,7 @@ from counterpoint.ops import all_gather_matmul, matmul_reduce_scatter
 from counterpoint.ops.around import Around
 from counterpoint.ops.backward import gradients_of_gather, gradients_of_scatter
 from counterpoint.ops.check import asked_of, check_dense
+from counterpoint.ops.register import forward_of, its_backward
 from counterpoint.ops.scaled import Scaled
 
 DTYPE, RESULT = torch.float8_e4m3fn, torch.bfloat16
@@ -77,6 +78,7 @@ class _InFp8(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         x, weight, _, _, ctx.group, ctx.plan, _ = inputs
+        ctx.forward = forward_of(ctx.group.group_name, x.device)
         ctx.save_for_backward(x, weight)
 
 
@@ -94,7 +96,8 @@ class _Gathered(_InFp8):
         (x, weight), (dy,) = ctx.saved_tensors, grads
         needs = ctx.needs_input_grad[:2]
         where = ctx.group.group_name, ctx.group.size(), ctx.group.rank()
-        dx, dws = gradients_of_gather([dy], x, [weight.t()], needs, ctx.plan, [], where)
+        with its_backward(ctx.forward):
+            dx, dws = gradients_of_gather([dy], x, [weight.t()], needs, ctx.plan, [], where)
         return dx, dws[0].t() if dws else None, _of_bias(ctx, dy), *[None] * 4
 
 
@@ -113,7 +116,8 @@ class _Scattered(_InFp8):
         (x, weight), (dy,) = ctx.saved_tensors, grads
         needs = ctx.needs_input_grad[:2]
         where = ctx.group.group_name, ctx.group.size(), ctx.group.rank()
-        dx, dw = gradients_of_scatter(dy, x, weight.t(), needs, ctx.plan, [], where)
+        with its_backward(ctx.forward):
+            dx, dw = gradients_of_scatter(dy, x, weight.t(), needs, ctx.plan, [], where)
         return dx, None if dw is None else dw.t(), _of_bias(ctx, dy), *[None] * 4
 
 

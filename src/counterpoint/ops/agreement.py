@@ -1,7 +1,7 @@
 """Whether ranks call the same thing: facts compared in words, before anything is launched."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
@@ -9,9 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from counterpoint.errors import CounterpointError, InputError
-from counterpoint.runtime.notice_board import Awaited, Facts, digest_of, refuse_first
+from counterpoint.errors import CounterpointError, InputError, UnsupportedError
+from counterpoint.runtime.notice_board import Awaited, Facts, digest_of, is_told, refuse_first
 from counterpoint.runtime.workspace import Workspace, workspace_if_any
+
+# private, and asked at each call: a feature test holds it
+num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack  # pyright: ignore
 
 COMPARE = "compare"  # the step at which ranks meet
 T = TypeVar("T")
@@ -175,3 +178,23 @@ def refused(
             else:
                 refuse_first(error, group, x.device.type)
     return error
+
+
+def left(
+    op: str, error: BaseException, group: dist.ProcessGroup | None, x: object
+) -> None:  # fmt: skip
+    """Tell the other ranks that an error which is none of ours has ended this call on this rank.
+
+    Nothing where the call had begun: its end has told them, see `NoticeBoard.end`. Else they may
+    have come to it, and would take this rank's next call for it.
+
+    Args:
+        error: what has ended it.
+        group: of the call.
+        x: a tensor of the call, if it is one.
+    """
+    if not (isinstance(error, CounterpointError) or is_told(error) or num_dispatch_modes()):
+        text = f"{op}: {type(error).__name__} has ended the call before it began"
+        refused(
+            UnsupportedError(text), group, x if isinstance(x, Tensor) else getattr(x, "data", x)
+        )

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from counterpoint.errors import CounterpointError, InputError
 from counterpoint.ops import call
-from counterpoint.ops.agreement import Input, refused
+from counterpoint.ops.agreement import Input, left, refused
 from counterpoint.ops.backward import dtype_of
 from counterpoint.ops.call import Operator, Output, Tensors, present
 from counterpoint.ops.check import DTYPES, asked_of, autocast, check_dense, check_group, check_place
@@ -83,21 +83,25 @@ def all_gather_attention(
     Example:
         >>> y = counterpoint.all_gather_attention(q, k, v, causal=True, group=cp)  # doctest: +SKIP
     """
-    group = check_group(OP, group)
     try:
-        q, k, v = autocast(q, k, v)  # type: ignore[assignment]
-        rows_first = _rows_first(layout, q=q, k=k, v=v)
-        _check(*rows_first, layout=layout, causal=causal)
-        _check_settings(causal, scale)
-        spec = plan_key(OP, plan)
-    except CounterpointError as error:
-        raise refused(error, group, q) from None
-    asks = "some" if asked_of(q=q, k=k, v=v) else ""
-    y, _ = torch.ops.counterpoint.all_gather_attention(
-        *rows_first, causal, scale or 0.0, spec, group.group_name, group.size(),
-        layout or "bshd", asks,
-    )  # fmt: skip
-    return y.permute(BACK[layout])
+        group = check_group(OP, group)
+        try:
+            q, k, v = autocast(q, k, v)  # type: ignore[assignment]
+            rows_first = _rows_first(layout, q=q, k=k, v=v)
+            _check(*rows_first, layout=layout, causal=causal)
+            _check_settings(causal, scale)
+            spec = plan_key(OP, plan)
+        except CounterpointError as error:
+            raise refused(error, group, q) from None
+        asks = "some" if asked_of(q=q, k=k, v=v) else ""
+        y, _ = torch.ops.counterpoint.all_gather_attention(
+            *rows_first, causal, scale or 0.0, spec, group.group_name, group.size(),
+            layout or "bshd", asks,
+        )  # fmt: skip
+        return y.permute(BACK[layout])
+    except BaseException as error:
+        left(OP, error, group, q)
+        raise
 
 
 ROWS_FIRST = {None: (1, 0, 2, 3), "bshd": (1, 0, 2, 3), "bhsd": (2, 0, 1, 3)}

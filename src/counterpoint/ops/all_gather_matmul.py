@@ -13,7 +13,7 @@ from torch import Tensor
 
 from counterpoint.errors import CounterpointError, InputError
 from counterpoint.ops import activations, call, scaled
-from counterpoint.ops.agreement import Input, refused
+from counterpoint.ops.agreement import Input, left, refused
 from counterpoint.ops.around import Around
 from counterpoint.ops.backward import (
     dtype_of,
@@ -121,9 +121,13 @@ def all_gather_matmul(
         >>> y = counterpoint.all_gather_matmul(x_shard, w, group=tp)  # doctest: +SKIP
         >>> h = cp.all_gather_matmul(x, (gate, up), activation="silu_mul")  # doctest: +SKIP
     """
-    if activation is not None:
-        return _activated(x, w, bias, activation, group, plan, rows, gather_dim)
-    return plain(x, w, bias, group, plan, rows, gather_dim)
+    try:
+        if activation is not None:
+            return _activated(x, w, bias, activation, group, plan, rows, gather_dim)
+        return plain(x, w, bias, group, plan, rows, gather_dim)
+    except BaseException as error:
+        left(OP, error, group, x)
+        raise
 
 
 def plain(

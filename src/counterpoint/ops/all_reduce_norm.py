@@ -13,7 +13,7 @@ from torch import Tensor
 from counterpoint.errors import CounterpointError
 from counterpoint.ops import call
 from counterpoint.ops import fused_norm as fused_norm  # it registers its kernel
-from counterpoint.ops.agreement import Input, refused
+from counterpoint.ops.agreement import Input, left, refused
 from counterpoint.ops.backward import dtype_of
 from counterpoint.ops.call import Operator, Output, Tensors
 from counterpoint.ops.norms import (
@@ -119,24 +119,30 @@ def _summed(
     kind: Kind, eps: float, group: dist.ProcessGroup | None, plan: str | Path | Plan,
     out_dtype: torch.dtype | None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    # what is of another kind is refused below, and may not be hashed
-    good = type(eps) in (int, float) and isinstance(out_dtype, torch.dtype | None)
-    settings = (kind, eps, out_dtype) if good else (None,)
-    found, key, group = call.repeated(OP, given, group, plan, settings=settings)
-    if found is not None:
-        return tuple(found)
-    x, residual, weight, bias, scale = given
     try:
-        check_rows_of(name, x)
-        check_like(name, x, x.shape, residual=residual, weight=weight, bias=bias)
-        norm = norm_of(name, kind, eps, x, out_dtype, scale)
-        refuse_gradient(name, norm, x=x, residual=residual, weight=weight, bias=bias)
-        spec = plan_key(OP, plan)
-    except CounterpointError as error:
-        raise refused(error, group, x) from None
-    if key is None:
-        return tuple(torch.ops.counterpoint.all_reduce_norm(*given, *norm, spec, group.group_name))
-    return tuple(call.ran(operator_of(norm), given, spec, (), group, key))
+        # what is of another kind is refused below, and may not be hashed
+        good = type(eps) in (int, float) and isinstance(out_dtype, torch.dtype | None)
+        settings = (kind, eps, out_dtype) if good else (None,)
+        found, key, group = call.repeated(OP, given, group, plan, settings=settings)
+        if found is not None:
+            return tuple(found)
+        x, residual, weight, bias, scale = given
+        try:
+            check_rows_of(name, x)
+            check_like(name, x, x.shape, residual=residual, weight=weight, bias=bias)
+            norm = norm_of(name, kind, eps, x, out_dtype, scale)
+            refuse_gradient(name, norm, x=x, residual=residual, weight=weight, bias=bias)
+            spec = plan_key(OP, plan)
+        except CounterpointError as error:
+            raise refused(error, group, x) from None
+        if key is None:
+            return tuple(
+                torch.ops.counterpoint.all_reduce_norm(*given, *norm, spec, group.group_name)
+            )
+        return tuple(call.ran(operator_of(norm), given, spec, (), group, key))
+    except BaseException as error:
+        left(name, error, group, given[0])
+        raise
 
 
 @cache

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from counterpoint.errors import InputError
 from counterpoint.ops import call, routed_experts
+from counterpoint.ops.agreement import left
 from counterpoint.ops.check import asked_of, check_group
 from counterpoint.ops.exchange_routes import Routes
 from counterpoint.ops.expert_operators import OPS
@@ -77,20 +78,24 @@ def all_to_all_matmul(
     Example:
         >>> y = counterpoint.all_to_all_matmul(x, w, counts=counts, group=ep)  # doctest: +SKIP
     """
-    group = dist.group.WORLD if group is None else group
-    if not isinstance(group, dist.ProcessGroup):
-        group = check_group(OP, group)
-    if return_rows is not True and return_rows is not False:
-        raise InputError(OP, "return_rows", want="True or False", got=repr(return_rows))
-    if isinstance(counts, Routes):
-        return routed_experts.dispatch(x, w, counts, (max_rows, plan), group, return_rows)
-    known, found, key = seen(OP, x, w, counts, max_rows, plan, group), None, None
-    if known is not None and known.good:
-        facts = (*known.facts, int(return_rows))
-        found, key, _ = call.repeated(OP, (x, w, counts), group, plan, facts, 0, known.room)  # type: ignore[arg-type]
-    if found is None:
-        found = _anew(checked(OP, x, w, counts, max_rows, plan, group), return_rows, known, key)
-    return (found[0], found[1]) if return_rows else found[0]
+    try:
+        group = dist.group.WORLD if group is None else group
+        if not isinstance(group, dist.ProcessGroup):
+            group = check_group(OP, group)
+        if return_rows is not True and return_rows is not False:
+            raise InputError(OP, "return_rows", want="True or False", got=repr(return_rows))
+        if isinstance(counts, Routes):
+            return routed_experts.dispatch(x, w, counts, (max_rows, plan), group, return_rows)
+        known, found, key = seen(OP, x, w, counts, max_rows, plan, group), None, None
+        if known is not None and known.good:
+            facts = (*known.facts, int(return_rows))
+            found, key, _ = call.repeated(OP, (x, w, counts), group, plan, facts, 0, known.room)  # type: ignore[arg-type]
+        if found is None:
+            found = _anew(checked(OP, x, w, counts, max_rows, plan, group), return_rows, known, key)
+        return (found[0], found[1]) if return_rows else found[0]
+    except BaseException as error:
+        left(OP, error, group, x)
+        raise
 
 
 def _anew(

@@ -19,7 +19,7 @@ from torch.nn import Parameter
 
 from counterpoint.errors import CounterpointError, UnsupportedError
 from counterpoint.ops import batch_invariant
-from counterpoint.ops.agreement import Input, agree, checking, words_of
+from counterpoint.ops.agreement import Input, agree, checking, num_dispatch_modes, words_of
 from counterpoint.ops.check import check_group
 from counterpoint.ops.plans import KEYS, in_force, of_islands, plan_of
 from counterpoint.plan.families import build
@@ -34,7 +34,6 @@ from counterpoint.runtime.scaled import FP8
 from counterpoint.runtime.workspace import Operands, Workspace, workspace_of, workspaces
 
 # both private, and asked at each call: a feature test holds them
-num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack  # pyright: ignore
 _any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled  # pyright: ignore
 transformed: Callable[[], object] = torch._C._functorch.peek_interpreter_stack  # pyright: ignore
 Shape = tuple[int, ...]

@@ -24,7 +24,7 @@ from counterpoint.ops.embedding_gradients import (
     weight_gradient,
 )
 from counterpoint.ops.embedding_updates import Update, Use, apply_use, refuse_second
-from counterpoint.ops.register import refuse_double, register
+from counterpoint.ops.register import its_backward, refuse_double, register
 
 TRAINED = attrgetter("requires_grad")
 # asks for a gradient on behalf of tables of other ranks
@@ -172,6 +172,7 @@ class Eager(torch.autograd.Function):
             ctx.use = Use(how.update.steps)
         y = ready(tables, indices, offsets, weights, last, placed, out, asks=True)
         saved = tables if weights is not None and how.update is None else ()
+        ctx.call = ready.board, ready.board.calls
         ctx.save_for_backward(indices, offsets, weights, anchor, *saved)
         ctx.tables = None if saved else tuple(tables)
         ctx.trained = list(map(TRAINED, tables))
@@ -191,13 +192,16 @@ class Eager(torch.autograd.Function):
         pooled = Lookups(tables, indices, offsets, weights, *ctx.lookup)
         sparse, update = ctx.how
         grads: Sequence[Tensor | None] = ()
-        if update is not None:
-            dw = apply_use(ctx.use, update, dy.detach(), pooled, ctx.sent, of_weights=need_weights)
-        else:
-            # the operator refuses a gradient of the gradient
-            seen = torch.is_grad_enabled() or torch.compiler.is_compiling() or num_dispatch_modes()
-            find = torch.ops.counterpoint.embedding_bag_gradients if seen else _found
-            grads, dw, _ = _gradients(find, dy, ctx.sent, pooled, needed, sparse=sparse)
+        with its_backward(ctx.call):
+            if update is not None:
+                use, of_weights = ctx.use, need_weights
+                dw = apply_use(use, update, dy.detach(), pooled, ctx.sent, of_weights=of_weights)
+            else:
+                # the operator refuses a gradient of the gradient
+                compiles = torch.compiler.is_compiling() or num_dispatch_modes()
+                seen = torch.is_grad_enabled() or compiles
+                find = torch.ops.counterpoint.embedding_bag_gradients if seen else _found
+                grads, dw, _ = _gradients(find, dy, ctx.sent, pooled, needed, sparse=sparse)
         own = [g for g, trained in zip(grads, ctx.trained, strict=False) if trained]
         return *[None] * 4, dw, _nothing(dy, anchor, needed), *own
 

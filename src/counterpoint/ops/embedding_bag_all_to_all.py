@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from counterpoint.errors import InputError
+from counterpoint.ops.agreement import left
 from counterpoint.ops.call import num_dispatch_modes, transformed
 from counterpoint.ops.check import check_group, is_fake
 from counterpoint.ops.embedding_autograd import (
@@ -126,19 +127,23 @@ def called(
     ):  # fmt: skip
         with torch.cuda.device(indices.device):
             return called(given, sparse, group, update)
-    asks = torch.is_grad_enabled()
-    ready, placed = ready_for(given, group, asks=asks)
-    if out is None and (num_dispatch_modes() or not (
-        PLAIN.issuperset(map(type, tables))
-        and PLAIN.issuperset((type(indices), type(offsets), type(weights)))
-    )):  # fmt: skip
-        flat = ready.mean, last, sparse, ready.flat, [*ready.problem.rows], ready.dtype
-        return _operator(Asked._make(given), (*flat, ready.workspace.rank), group, update)
-    if not asks:
-        return ready(tables, indices, offsets, weights, last, placed, out)
-    # of all ranks or of none, whatever they train: the backward has an all-to-all too
-    how = Backward(sparse, update)
-    return Eager.apply(ready, placed, given, how, weights, ANCHOR, *filter(TRAINED, tables))  # pyright: ignore[reportReturnType]
+    try:
+        asks = torch.is_grad_enabled()
+        ready, placed = ready_for(given, group, asks=asks)
+        if out is None and (num_dispatch_modes() or not (
+            PLAIN.issuperset(map(type, tables))
+            and PLAIN.issuperset((type(indices), type(offsets), type(weights)))
+        )):  # fmt: skip
+            flat = ready.mean, last, sparse, ready.flat, [*ready.problem.rows], ready.dtype
+            return _operator(Asked._make(given), (*flat, ready.workspace.rank), group, update)
+        if not asks:
+            return ready(tables, indices, offsets, weights, last, placed, out)
+        # of all ranks or of none, whatever they train: the backward has an all-to-all too
+        how = Backward(sparse, update)
+        return Eager.apply(ready, placed, given, how, weights, ANCHOR, *filter(TRAINED, tables))  # pyright: ignore[reportReturnType]
+    except BaseException as error:
+        left(OP, error, group, indices)
+        raise
 
 
 @torch.compiler.disable(reason="outputs of counterpoint.PooledOutputs take turns")  # pyright: ignore[reportUntypedFunctionDecorator]

@@ -5,7 +5,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from counterpoint.errors import CounterpointError, InputError
-from counterpoint.ops.agreement import note, refused
+from counterpoint.ops.agreement import left, note, refused
 from counterpoint.ops.check import check_dense, check_group, check_place
 from counterpoint.ops.register import register
 from counterpoint.runtime.library import library_of
@@ -39,10 +39,14 @@ def exchange_counts(counts: Tensor, *, group: dist.ProcessGroup | None = None) -
         >>> counts = counterpoint.exchange_counts(own, group=ep)  # doctest: +SKIP
     """
     try:
-        group = _checked(counts, group)
-    except CounterpointError as error:
-        raise refused(error, group, counts) from None
-    return torch.ops.counterpoint.exchange_counts(counts, group.group_name, group.size())
+        try:
+            group = _checked(counts, group)
+        except CounterpointError as error:
+            raise refused(error, group, counts) from None
+        return torch.ops.counterpoint.exchange_counts(counts, group.group_name, group.size())
+    except BaseException as error:
+        left(OP, error, group, counts)
+        raise
 
 
 def _checked(counts: Tensor, group: dist.ProcessGroup | None) -> dist.ProcessGroup:

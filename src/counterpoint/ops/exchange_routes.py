@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from counterpoint.errors import CounterpointError, InputError
-from counterpoint.ops.agreement import agree, checking, note, refused
+from counterpoint.ops.agreement import agree, checking, left, note, refused
 from counterpoint.ops.check import asked_of, check_dense, check_group, check_place, is_fake
 from counterpoint.ops.register import refuse_double, register
 from counterpoint.ranges import whole
@@ -110,20 +110,24 @@ def exchange_routes(
         >>> y = cp.matmul_all_to_all(F.silu(h), w_down, counts=routes)  # doctest: +SKIP
     """
     try:
-        group = _checked(experts, weights, num_experts, group, max_rows)
-        check_capacity(OP, capacity, max_rows)
-    except CounterpointError as error:
-        raise refused(error, group, experts) from None
-    drops = capacity == "drop"
-    traced = not torch.compiler.is_compiling() and is_fake(experts)
-    place = group.group_name, str(experts.device)
-    each, counts, numbers, lists, dropped = torch.ops.counterpoint.exchange_routes(
-        experts, weights.float(), num_experts, max_rows,
-        1 if max_rows is None or traced else num_islands(*place), drops,
-        group.group_name, group.size(), asked_of(weights=weights),
-    )  # fmt: skip
-    top_k, lost = 0 if max_rows is None else experts.shape[1], dropped if drops else None
-    return Routes(counts, numbers, lists, each, experts.shape[0], top_k, lost)
+        try:
+            group = _checked(experts, weights, num_experts, group, max_rows)
+            check_capacity(OP, capacity, max_rows)
+        except CounterpointError as error:
+            raise refused(error, group, experts) from None
+        drops = capacity == "drop"
+        traced = not torch.compiler.is_compiling() and is_fake(experts)
+        place = group.group_name, str(experts.device)
+        each, counts, numbers, lists, dropped = torch.ops.counterpoint.exchange_routes(
+            experts, weights.float(), num_experts, max_rows,
+            1 if max_rows is None or traced else num_islands(*place), drops,
+            group.group_name, group.size(), asked_of(weights=weights),
+        )  # fmt: skip
+        top_k, lost = 0 if max_rows is None else experts.shape[1], dropped if drops else None
+        return Routes(counts, numbers, lists, each, experts.shape[0], top_k, lost)
+    except BaseException as error:
+        left(OP, error, group, experts)
+        raise
 
 
 def check_capacity(op: str, capacity: object, max_rows: int | None) -> None:

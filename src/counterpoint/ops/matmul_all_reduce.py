@@ -12,7 +12,7 @@ from torch import Tensor
 
 from counterpoint.errors import CounterpointError
 from counterpoint.ops import call, fused_sum, scaled
-from counterpoint.ops.agreement import Input, refused
+from counterpoint.ops.agreement import Input, left, refused
 from counterpoint.ops.batch_invariant import add_bias
 from counterpoint.ops.call import Operator, Output, Tensors, present
 from counterpoint.ops.plans import plan_key
@@ -65,13 +65,17 @@ def matmul_all_reduce(
     Example:
         >>> y = counterpoint.matmul_all_reduce(x, w, group=tp)  # doctest: +SKIP
     """
-    scales = NO_SCALES
-    if isinstance(x, Scaled) or isinstance(w, Scaled):
-        x, w, scales = scaled.apart(OP, x, w, group)
-    y, key, group = call.repeated(OP, (x, w, bias, *scales), group, plan)
-    if y is not None:
-        return y
-    return anew(x, w, (bias, *scales), group, plan, key)
+    try:
+        scales = NO_SCALES
+        if isinstance(x, Scaled) or isinstance(w, Scaled):
+            x, w, scales = scaled.apart(OP, x, w, group)
+        y, key, group = call.repeated(OP, (x, w, bias, *scales), group, plan)
+        if y is not None:
+            return y
+        return anew(x, w, (bias, *scales), group, plan, key)
+    except BaseException as error:
+        left(OP, error, group, x)
+        raise
 
 
 def anew(

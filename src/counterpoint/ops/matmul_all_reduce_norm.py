@@ -8,7 +8,7 @@ from torch import Tensor
 
 from counterpoint.errors import CounterpointError
 from counterpoint.ops import call, scaled
-from counterpoint.ops.agreement import refused
+from counterpoint.ops.agreement import left, refused
 from counterpoint.ops.check import autocast
 from counterpoint.ops.matmul_all_reduce import OP, anew
 from counterpoint.ops.norms import FP8, Kind, Norm, check_like, norm_of, refuse_gradient
@@ -107,26 +107,30 @@ def _normed(
     Raises:
         InputError, UnsupportedError: tensors do not fit one another, or this GPU; on all ranks.
     """
-    kind, eps, out_dtype, scale = settings
-    (x, w, *others), scales = given, NO_SCALES
-    if isinstance(x, Scaled) or isinstance(w, Scaled):
-        x, w, scales = scaled.apart(op, x, w, group)
-    else:
-        x, w, *others = autocast(*given)
-    bias, residual, weight, norm_bias = others
     try:
-        x, w, bias, scales = scaled.checked(op, x, w, (bias, *scales))  # type: ignore[arg-type]
-        more = {"residual": residual, "norm_weight": weight, "norm_bias": norm_bias}
-        check_like(op, x, (*x.shape[:-1], w.shape[-1]), **more)
-        norm = norm_of(op, kind, eps, x, out_dtype, scale)
-        refuse_gradient(op, norm, x=x, w=w, bias=bias, **more)
-    except CounterpointError as error:
-        raise refused(error, group, x) from None
-    behind = _facts(norm, residual is not None, norm_bias is not None, scale is not None)
-    tensors = x, w, bias, *scales
-    found, key, group = call.repeated(OP, tensors, group, plan, settings=(behind,))
-    y = found[0] if found else anew(x, w, tensors[2:], group, plan, key, behind)
-    return tuple(torch.ops.counterpoint.add_norm(y, residual, weight, norm_bias, scale, *norm))
+        kind, eps, out_dtype, scale = settings
+        (x, w, *others), scales = given, NO_SCALES
+        if isinstance(x, Scaled) or isinstance(w, Scaled):
+            x, w, scales = scaled.apart(op, x, w, group)
+        else:
+            x, w, *others = autocast(*given)
+        bias, residual, weight, norm_bias = others
+        try:
+            x, w, bias, scales = scaled.checked(op, x, w, (bias, *scales))  # type: ignore[arg-type]
+            more = {"residual": residual, "norm_weight": weight, "norm_bias": norm_bias}
+            check_like(op, x, (*x.shape[:-1], w.shape[-1]), **more)
+            norm = norm_of(op, kind, eps, x, out_dtype, scale)
+            refuse_gradient(op, norm, x=x, w=w, bias=bias, **more)
+        except CounterpointError as error:
+            raise refused(error, group, x) from None
+        behind = _facts(norm, residual is not None, norm_bias is not None, scale is not None)
+        tensors = x, w, bias, *scales
+        found, key, group = call.repeated(OP, tensors, group, plan, settings=(behind,))
+        y = found[0] if found else anew(x, w, tensors[2:], group, plan, key, behind)
+        return tuple(torch.ops.counterpoint.add_norm(y, residual, weight, norm_bias, scale, *norm))
+    except BaseException as error:
+        left(op, error, group, given[0])
+        raise
 
 
 def _facts(norm: Norm, residual: bool, norm_bias: bool, scale: bool) -> str:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from counterpoint.errors import InputError
 from counterpoint.ops import call, routed_experts
+from counterpoint.ops.agreement import left
 from counterpoint.ops.check import asked_of, check_dense, check_group
 from counterpoint.ops.exchange_routes import Routes
 from counterpoint.ops.expert_operators import OPS
@@ -63,22 +64,26 @@ def matmul_all_to_all(
     Example:
         >>> y = counterpoint.matmul_all_to_all(h, w, counts=counts, group=ep)  # doctest: +SKIP
     """
-    group = dist.group.WORLD if group is None else group
-    if not isinstance(group, dist.ProcessGroup):
-        group = check_group(OP, group)
-    if isinstance(counts, Routes):
-        return routed_experts.combine(x, w, counts, (max_rows, plan), group, sum_of)
-    known, found, key = seen(OP, x, w, counts, max_rows, plan, group), None, None
-    index, weights = sum_of if isinstance(sum_of, tuple) and len(sum_of) == 2 else (None, None)
-    at_once = known is not None and known.good
-    if at_once and sum_of is not None:  # rows to sum that the host can read are looked at
-        at_once = isinstance(index, Tensor) and not on_host(index)
-    if known is not None and at_once:
-        tensors = (x, w, counts, None, index, weights)
-        found, key, _ = call.repeated(OP, tensors, group, plan, known.facts, 0, known.room)  # type: ignore[arg-type]
-    if found is not None:
-        return found[0]
-    return _anew(checked(OP, x, w, counts, max_rows, plan, group), sum_of, known, key)
+    try:
+        group = dist.group.WORLD if group is None else group
+        if not isinstance(group, dist.ProcessGroup):
+            group = check_group(OP, group)
+        if isinstance(counts, Routes):
+            return routed_experts.combine(x, w, counts, (max_rows, plan), group, sum_of)
+        known, found, key = seen(OP, x, w, counts, max_rows, plan, group), None, None
+        index, weights = sum_of if isinstance(sum_of, tuple) and len(sum_of) == 2 else (None, None)
+        at_once = known is not None and known.good
+        if at_once and sum_of is not None:  # rows to sum that the host can read are looked at
+            at_once = isinstance(index, Tensor) and not on_host(index)
+        if known is not None and at_once:
+            tensors = (x, w, counts, None, index, weights)
+            found, key, _ = call.repeated(OP, tensors, group, plan, known.facts, 0, known.room)  # type: ignore[arg-type]
+        if found is not None:
+            return found[0]
+        return _anew(checked(OP, x, w, counts, max_rows, plan, group), sum_of, known, key)
+    except BaseException as error:
+        left(OP, error, group, x)
+        raise
 
 
 def _anew(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from counterpoint.errors import CounterpointError, InputError
 from counterpoint.ops import call, fused_sum, scaled
-from counterpoint.ops.agreement import Input, refused
+from counterpoint.ops.agreement import Input, left, refused
 from counterpoint.ops.around import Around
 from counterpoint.ops.backward import (
     dtype_of,
@@ -88,7 +88,11 @@ def matmul_reduce_scatter(
     Example:
         >>> y = counterpoint.matmul_reduce_scatter(x, w, group=tp)  # doctest: +SKIP
     """
-    return scattered(x, w, bias, group, plan, rows, scatter_dim)
+    try:
+        return scattered(x, w, bias, group, plan, rows, scatter_dim)
+    except BaseException as error:
+        left(OP, error, group, x)
+        raise
 
 
 def scattered(

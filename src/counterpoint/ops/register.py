@@ -70,7 +70,9 @@ Forward = tuple[NoticeBoard | None, int]  # of which group a call was, and its n
 
 
 def forward_of(group_name: str, device: torch.device) -> Forward:
-    """The last call of a group, for `its_backward`."""
+    """The last call of a group, for `its_backward`; while a graph is traced none."""
+    if torch.compiler.is_compiling():
+        return None, 0
     workspace = workspaces.get((group_name, device))
     return (None, 0) if workspace is None else (workspace.board, workspace.board.calls)
 

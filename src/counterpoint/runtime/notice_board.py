@@ -33,7 +33,7 @@ from counterpoint.errors import CounterpointError, InputError, PeerTimeoutError,
 from counterpoint.runtime.far_lines import PERIOD_S, FarLines
 from counterpoint.runtime.messages import decode, encode
 from counterpoint.runtime.ranks import describe_process
-from counterpoint.runtime.store import gather_by_store, refuse_by_store
+from counterpoint.runtime.store import gather_by_store, leave_by_store, refuse_by_store
 from counterpoint.runtime.symmetric_cpu import allocate_cpu
 from counterpoint.runtime.symmetric_memory import SymmetricMemory
 
@@ -69,6 +69,11 @@ class Awaited(NamedTuple):
     op: str
     deed: str
     step: str
+
+
+def is_told(error: BaseException) -> bool:
+    """Whether other ranks know of an error that is none of ours, or raise it, too."""
+    return bool(getattr(error, "is_told", False))
 
 
 class Refused(Exception):
@@ -259,7 +264,8 @@ class NoticeBoard:
         self.calling = 0
         if error is None or not begun or isinstance(error, CounterpointError):
             return
-        if not getattr(error, "on_all_ranks", False) and self.fault is None:
+        if not is_told(error) and self.fault is None:
+            error.is_told = True  # type: ignore[attr-defined]
             op = self._facts_of(self.rank, self._mine[HEAD + self._calls % RING]).get("op")
             text = f"{op or 'counterpoint'}: {self.names[self.rank]} has not ended this call"
             why = f", {type(error).__name__} has ended it there{RESTART}"
@@ -726,6 +732,14 @@ def refuse_first(error: CounterpointError, group: dist.ProcessGroup, device: str
     """Say that this rank has refused the first call of a group, which has no board by then."""
     text = f"{error} (rank {dist.get_rank(group)} has refused the call)"
     refuse_by_store(group, _place(device), _told(error, text))
+
+
+def leave_first(error: BaseException, group: dist.ProcessGroup, device: str) -> None:
+    """Say that an error of others has ended this rank's part of making the board of a group."""
+    rank = dist.get_rank(group)
+    text = f"counterpoint: rank {rank} has not come to a meeting of the group"
+    why = f", {type(error).__name__} has ended its call"
+    leave_by_store(group, _place(device), PeerTimeoutError(text + why, rank=rank, step="workspace"))
 
 
 def _place(device: str) -> str:

@@ -80,7 +80,7 @@ def gather_by_store(
 
     Raises:
         PeerTimeoutError: the store is gone. Its function: or a rank did not come.
-        CounterpointError: its function, at its first call: a rank has refused to come, and why.
+        CounterpointError: its function: a rank has refused to come, or has left, and why.
     """
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     if ranks == 1:
@@ -107,7 +107,7 @@ def gather_by_store(
                 awaited = r
                 while not answer(store.check, [key]):
                     check()
-                    if count == 1 and answer(store.check, [f"{name}/{turn}/{REFUSED}"]):
+                    if answer(store.check, [f"{name}/{turn}/{REFUSED}"]):
                         raise decode(answer(store.get, f"{name}/{turn}/{REFUSED}"))
                     if waits.left_s() < 0:
                         waits.end([r for r in range(ranks) if not answer(store.check, [keys[r]])])
@@ -168,13 +168,22 @@ def refuse_by_store(group: dist.ProcessGroup, name: str, error: CounterpointErro
 
     It counts as having come: whoever hears of it is in step with this rank again.
     """
+    _refuse(group, name, error, 1)
+
+
+def leave_by_store(group: dist.ProcessGroup, name: str, error: CounterpointError) -> None:
+    """Tell the ranks that are in a `gather_by_store` that this one comes no more."""
+    _refuse(group, name, error, 0)
+
+
+def _refuse(group: dist.ProcessGroup, name: str, error: CounterpointError, turns: int) -> None:
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     if ranks == 1:
         return
 
     def tell() -> None:
         store = store_of(group)
-        turn = _turn(store, name, rank)
+        turn = store.add(f"{name}/arrivals/{rank}", turns)
         store.set(f"{name}/{turn}/{REFUSED}", encode(error))
 
     with suppress(RuntimeError, UnsupportedError):  # the store is gone, and the others hear of that

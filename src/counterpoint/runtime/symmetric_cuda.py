@@ -25,7 +25,7 @@ from counterpoint.runtime.symmetric_memory import (
 
 # torch numbers the meetings of symmetric memory in each process, over all of its groups, and finds
 # what a peer has written by that number. A rank that has met once more, in a group of its own,
-# would wait for ever. The numbers are read where torch writes them, in a store that holds nothing else
+# would wait for ever. The numbers are read where torch writes them, in a store of their own
 PROBE = "counterpoint/probe"  # groups of this rank alone
 MEETING = "CUDASymmetricMemory/{}/0"
 MOST_MEETINGS = 1 << 16

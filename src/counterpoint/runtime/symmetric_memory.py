@@ -74,5 +74,5 @@ def check_sizes(num_bytes: list[int]) -> None:
 
 def on_all_ranks(error: E) -> E:
     """The error, which is none of ours but raised by all ranks at the same place of a call."""
-    error.on_all_ranks = True  # type: ignore[attr-defined]
+    error.is_told = True  # type: ignore[attr-defined]
     return error

@@ -24,7 +24,7 @@ from counterpoint.plan.extents import extent
 from counterpoint.plan.steps import OWN_PROTOCOL, Buffer, Plan
 from counterpoint.problem import Problem
 from counterpoint.runtime.islands import islands_of, name_of_mine
-from counterpoint.runtime.notice_board import Awaited, NoticeBoard
+from counterpoint.runtime.notice_board import Awaited, NoticeBoard, is_told, leave_first
 from counterpoint.runtime.ranks import group_of, timeout_of
 from counterpoint.runtime.symmetric import SymmetricMemory, allocate
 
@@ -83,7 +83,11 @@ class Workspace:
         self.device = device
         self.rank = dist.get_rank(group)
         self.board = NoticeBoard(group, device.type, *bound_of(group, device))
-        self.islands = islands_of(self.gather(name_of_mine()), self.rank)
+        try:
+            self.islands = islands_of(self.gather(name_of_mine()), self.rank)
+        except BaseException as error:
+            self.board.end(error, calls=-1)
+            raise
         self.board.names[:] = [self.islands.named(r) for r in range(self.board.ranks)]
         self._pads: SymmetricMemory | None = None
         self.arena: SymmetricMemory | None = None
@@ -395,9 +399,20 @@ def workspace_of(group: dist.ProcessGroup, device: torch.device) -> Workspace:
         for other in [*workspaces.values()]:
             if not _is_registered(other):  # its group was destroyed, and something still holds it
                 forget(other)
-        found = workspaces[group.group_name, device] = Workspace(group, device)
+        found = workspaces[group.group_name, device] = _made(group, device)
         weakref.finalize(group, _forget_destroyed, weakref.ref(found)).atexit = False
     return found
+
+
+def _made(group: dist.ProcessGroup, device: torch.device) -> Workspace:
+    """A new workspace; where an error of others ends that, the other ranks hear of it."""
+    try:
+        return Workspace(group, device)
+    except BaseException as error:
+        if not (isinstance(error, CounterpointError) or is_told(error)):
+            error.is_told = True  # type: ignore[attr-defined]
+            leave_first(error, group, device.type)
+        raise
 
 
 def workspace_if_any(group: dist.ProcessGroup, device: torch.device) -> Workspace | None:
