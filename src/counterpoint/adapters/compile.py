@@ -45,7 +45,9 @@ class OverlapPass(CustomGraphPass):
         last: the user's own passes at the end of all.
     """
 
-    def __init__(self, before: Sequence[Any], merge_reductions: bool, last: Sequence[Any]) -> None:
+    def __init__(
+        self, before: Sequence[Any], merge_reductions: bool, last: Sequence[Any] = ()
+    ) -> None:
         self._reports: list[Report] = []
         self.retold = Retold(self, last)
         self._before = before

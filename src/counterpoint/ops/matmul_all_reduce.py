@@ -130,9 +130,11 @@ OPERATOR = operator_of("")
 
 
 def _run(
-    x: Tensor, w: Tensor, bias: Tensor | None, plan: str, group_name: str, group_size: int,
-    x_scale: Tensor | None = None, w_scale: Tensor | None = None, behind: str = "",
+    x: Tensor, w: Tensor, bias: Tensor | None,
+    plan: str, group_name: str, group_size: int, *rest: Any,
 ) -> Tensor:  # fmt: skip
+    given: tuple[Any, ...] = (*rest, *(None, None, "")[len(rest) :])
+    x_scale, w_scale, behind = given
     (y,) = call.run(operator_of(behind), (x, w, bias, x_scale, w_scale), plan, (), group_name)
     return y
 
