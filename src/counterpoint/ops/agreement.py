@@ -180,21 +180,28 @@ def refused(
     return error
 
 
+# what a wrong argument ends in, on all ranks alike, before any of them has begun a call
+OF_ARGUMENTS = (TypeError, ValueError, AttributeError, LookupError, NotImplementedError)
+
+
 def left(
     op: str, error: BaseException, group: dist.ProcessGroup | None, x: object
 ) -> None:  # fmt: skip
     """Tell the other ranks that an error which is none of ours has ended this call on this rank.
 
-    Nothing where the call had begun: its end has told them, see `NoticeBoard.end`. Else they may
-    have come to it, and would take this rank's next call for it.
+    They may have come to it, and would take this rank's next call for it.
 
     Args:
         error: what has ended it.
         group: of the call.
         x: a tensor of the call, if it is one.
     """
-    if not (isinstance(error, CounterpointError) or is_told(error) or num_dispatch_modes()):
-        text = f"{op}: {type(error).__name__} has ended the call before it began"
-        refused(
-            UnsupportedError(text), group, x if isinstance(x, Tensor) else getattr(x, "data", x)
-        )
+    if isinstance(error, CounterpointError) or is_told(error) or num_dispatch_modes():
+        return
+    x = x if isinstance(x, Tensor) else getattr(x, "data", x)
+    if isinstance(x, Tensor) and not isinstance(error, OF_ARGUMENTS) and dist.is_initialized():
+        workspace = workspace_if_any(group or dist.group.WORLD, x.device)  # type: ignore[arg-type]
+        if workspace is not None:
+            workspace.board.end(error, calls=-1, op=op)
+            return
+    refused(UnsupportedError(f"{op}: {type(error).__name__} has ended the call"), group, x)

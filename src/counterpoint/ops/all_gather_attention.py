@@ -77,31 +77,38 @@ def all_gather_attention(
         PlanError: `plan` is a Plan that is wrong; nothing was launched.
         UnsupportedError: torch has no attention for such tensors on this GPU, or a gradient of the
             gradient is asked for.
-        PeerTimeoutError: a rank did not come within COUNTERPOINT_TIMEOUT_S (30). On a GPU it is
-            raised by the next call, or by `counterpoint.check`.
+        PeerTimeoutError: as for `all_gather_matmul`.
 
     Example:
         >>> y = counterpoint.all_gather_attention(q, k, v, causal=True, group=cp)  # doctest: +SKIP
     """
     try:
-        group = check_group(OP, group)
-        try:
-            q, k, v = autocast(q, k, v)  # type: ignore[assignment]
-            rows_first = _rows_first(layout, q=q, k=k, v=v)
-            _check(*rows_first, layout=layout, causal=causal)
-            _check_settings(causal, scale)
-            spec = plan_key(OP, plan)
-        except CounterpointError as error:
-            raise refused(error, group, q) from None
-        asks = "some" if asked_of(q=q, k=k, v=v) else ""
-        y, _ = torch.ops.counterpoint.all_gather_attention(
-            *rows_first, causal, scale or 0.0, spec, group.group_name, group.size(),
-            layout or "bshd", asks,
-        )  # fmt: skip
-        return y.permute(BACK[layout])
+        return _attended(q, k, v, group, (causal, scale), plan, layout)
     except BaseException as error:
         left(OP, error, group, q)
         raise
+
+
+def _attended(
+    q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup | None,
+    settings: tuple[bool, float | None], plan: str | Path | Plan, layout: Layout | None,
+) -> Tensor:  # fmt: skip
+    causal, scale = settings
+    group = check_group(OP, group)
+    try:
+        q, k, v = autocast(q, k, v)  # type: ignore[assignment]
+        rows_first = _rows_first(layout, q=q, k=k, v=v)
+        _check(*rows_first, layout=layout, causal=causal)
+        _check_settings(causal, scale)
+        spec = plan_key(OP, plan)
+    except CounterpointError as error:
+        raise refused(error, group, q) from None
+    asks = "some" if asked_of(q=q, k=k, v=v) else ""
+    y, _ = torch.ops.counterpoint.all_gather_attention(
+        *rows_first, causal, scale or 0.0, spec, group.group_name, group.size(),
+        layout or "bshd", asks,
+    )  # fmt: skip
+    return y.permute(BACK[layout])
 
 
 ROWS_FIRST = {None: (1, 0, 2, 3), "bshd": (1, 0, 2, 3), "bhsd": (2, 0, 1, 3)}
@@ -242,8 +249,9 @@ backward_of(False, 0.0)
 
 def _run(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, plan: str, group_name: str,
-    group_size: int, *around: str,
+    *where: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    _, *around = where
     y, lse = call.run(forward_of(causal, scale, *around), (q, k, v), plan, (), group_name)
     return y.view(q.shape), lse
 
@@ -251,7 +259,7 @@ def _run(
 # the size is an argument: what a fake looks up in the group is not in the compiler's cache key
 def _fake(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, plan: str, group_name: str,
-    group_size: int, *_: str,
+    *_: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     rows, columns = _sums(q)
     return q.new_empty(q.shape), q.new_empty(columns, rows, dtype=torch.float32).t()

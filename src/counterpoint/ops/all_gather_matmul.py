@@ -110,12 +110,10 @@ def all_gather_matmul(
         gate and up of an activation aside, a list.
 
     Raises:
-        InputError: an argument is wrong; nothing was launched.
-        PlanError: `plan` is a Plan that is wrong; nothing was launched.
-        UnsupportedError: the machine lacks something, or a gradient of the gradient is asked for.
-        PeerTimeoutError: a rank is dead, or did not come within COUNTERPOINT_TIMEOUT_S, by default
-            the timeout of the group. On a GPU it is raised by the next call, or by
-            `counterpoint.check`.
+        InputError, PlanError: an argument or a Plan is wrong; nothing was launched.
+        UnsupportedError: the machine lacks something, or a gradient of a gradient is asked for.
+        PeerTimeoutError: a rank is dead, has left the call, or is late. On a GPU it is raised by
+            the next call, or by `counterpoint.check`.
 
     Example:
         >>> y = counterpoint.all_gather_matmul(x_shard, w, group=tp)  # doctest: +SKIP
@@ -123,7 +121,7 @@ def all_gather_matmul(
     """
     try:
         if activation is not None:
-            return _activated(x, w, bias, activation, group, plan, rows, gather_dim)
+            return _activated(x, w, bias, activation, group, plan, rows, (gather_dim, 0))
         return plain(x, w, bias, group, plan, rows, gather_dim)
     except BaseException as error:
         left(OP, error, group, x)
@@ -161,20 +159,22 @@ def plain(
         y = found[0] if found else None
     if y is not None:
         return y
-    return _anew(x, w, group, (bias, *scales), plan, rows, gather_dim, key, around)
+    return _anew(x, w, group, (bias, *scales), (plan, rows, gather_dim), key, around)
 
 
 def _anew(
     x: Tensor, w: Tensor, group: dist.ProcessGroup, added: tuple[Tensor | None, ...],
-    plan: str | Path | Plan, rows: Sequence[int] | None, gather_dim: int,
+    how: tuple[str | Path | Plan, Sequence[int] | None, int],
     key: tuple[object, ...] | None, around: Around | None,
 ) -> Tensor:  # fmt: skip
     """The first call like this one, or one that goes through the dispatcher.
 
     Args:
         added: bias, and the scales of x and of w.
+        how: plan, rows and gather_dim.
         around: see `plain`.
     """
+    plan, rows, gather_dim = how
     try:
         x, w, bias, scales = scaled.checked(OP, x, w, added)
         front, dim, counts = _shards(x, rows, gather_dim, group)
@@ -193,13 +193,14 @@ def _anew(
 
 def _activated(
     x: Any, w: Any, bias: Tensor | None, activation: str, group: dist.ProcessGroup | None,
-    plan: str | Path | Plan, rows: Sequence[int] | None, gather_dim: int, moved: int = 0,
+    plan: str | Path | Plan, rows: Sequence[int] | None, dims: tuple[int, int],
 ) -> Tensor:  # fmt: skip
     """The activation of y, or gated, of the first of two times the second.
 
     Args:
-        moved: the dim that a caller has moved to the front.
+        dims: gather_dim, and the dim that a caller has moved to the front.
     """
+    gather_dim, moved = dims
     several = isinstance(w, list | tuple) and not isinstance(w, Scaled)
     weights: list[Any] = [*w] if several else [w]
     scales: tuple[Tensor | None, ...] = (None,) * (1 + len(weights))
@@ -207,7 +208,7 @@ def _activated(
         if gather_dim:
 
             def again(x: Scaled, dim: int) -> Tensor:
-                return _activated(x, w, bias, activation, group, plan, rows, 0, dim)
+                return _activated(x, w, bias, activation, group, plan, rows, (0, dim))
 
             return scaled.along(OP, ("gather_dim", gather_dim), x, weights[0], group, again)
         apart = [scaled.apart(OP, x, each, group) for each in weights]
@@ -424,9 +425,10 @@ def operator_of_activated(activation: str, count: int, dim: int = 0) -> Operator
 
 def _run(
     x: Tensor, w: Tensor, bias: Tensor | None,
-    plan: str, rows: list[int], group_name: str, group_size: int,
-    x_scale: Tensor | None = None, w_scale: Tensor | None = None, *around: Any,
+    plan: str, rows: list[int], group_name: str, *more: Any,
 ) -> Tensor:  # fmt: skip
+    defaults: Any = (None, None, *Around())[len(more) - 1 :]  # torch leaves them out
+    _, x_scale, w_scale, *around = (*more, *defaults)
     tensors = (x, w, bias, x_scale, w_scale)
     (y,) = call.run(operator_of(*around), tensors, plan, rows, group_name)
     return y
@@ -447,9 +449,10 @@ def _run_contracted(xt: Tensor, w: Tensor, *where: Any) -> Tensor:
 
 def _run_activated(
     x: Tensor, w: list[Tensor], bias: Tensor | None, activation: str,
-    plan: str, rows: list[int], group_name: str, group_size: int, x_scale: Tensor | None = None,
-    w_scale: Tensor | None = None, up_scale: Tensor | None = None, gather_dim: int = 0,
+    plan: str, rows: list[int], group_name: str, *more: Any,
 ) -> Tensor:  # fmt: skip
+    defaults: Any = (None, None, None, 0)[len(more) - 1 :]  # torch leaves them out
+    _, x_scale, w_scale, up_scale, gather_dim = (*more, *defaults)
     operator, scales = operator_of_activated(activation, len(w), gather_dim), (w_scale, up_scale)
     tensors = (x, *w, bias, x_scale, *scales[: len(w)])
     (y,) = call.run(operator, tensors, plan, rows, group_name)

@@ -48,9 +48,8 @@ def all_to_all_matmul(
         counts: int32 or int64 [ranks, E], rows that each rank sends to each expert, equal on all
             ranks; see `exchange_counts`. On the CPU, or nested lists: host-known. On the GPU of x:
             device-known, the host does not wait for it. Of tokens: see `exchange_routes`.
-        group: whose ranks take part; the default group if None.
-        max_rows: rows that a rank may get at most; needed, and the rows of y, where counts is
-            device-known. Give all ranks the same.
+        group: whose ranks take part; None: the default one.
+        max_rows: rows that a rank may get at most, those of y; needed where counts is on the GPU.
         plan: "auto": chosen by the model, and one kernel where counts are device-known and it takes
             the problem; "serial": the libraries, and the host waits for device-known counts, so
             no graph can be captured; "fused": one kernel, of 16-bit numbers, K and N multiples of
@@ -69,11 +68,8 @@ def all_to_all_matmul(
         return_rows the rows too, [R, K] of the same layout.
 
     Raises:
-        InputError: an argument is wrong, or ranks differ (compared at the first call with these
-            sizes of w, and at each call under COUNTERPOINT_CHECK=1); nothing was launched.
-        PlanError: `plan` is a Plan that is wrong; nothing was launched.
-        UnsupportedError: `plan` is fused, and the kernel does not fit this GPU.
-        PeerTimeoutError: a rank did not come to an earlier call; the group is unusable.
+        InputError, PlanError, UnsupportedError, PeerTimeoutError: as for `all_gather_matmul`. Ranks
+            compare counts at the first call, or at each by COUNTERPOINT_CHECK=1.
 
     Example:
         >>> y = counterpoint.all_to_all_matmul(x, w, counts=counts, group=ep)  # doctest: +SKIP

@@ -110,24 +110,31 @@ def exchange_routes(
         >>> y = cp.matmul_all_to_all(F.silu(h), w_down, counts=routes)  # doctest: +SKIP
     """
     try:
-        try:
-            group = _checked(experts, weights, num_experts, group, max_rows)
-            check_capacity(OP, capacity, max_rows)
-        except CounterpointError as error:
-            raise refused(error, group, experts) from None
-        drops = capacity == "drop"
-        traced = not torch.compiler.is_compiling() and is_fake(experts)
-        place = group.group_name, str(experts.device)
-        each, counts, numbers, lists, dropped = torch.ops.counterpoint.exchange_routes(
-            experts, weights.float(), num_experts, max_rows,
-            1 if max_rows is None or traced else num_islands(*place), drops,
-            group.group_name, group.size(), asked_of(weights=weights),
-        )  # fmt: skip
-        top_k, lost = 0 if max_rows is None else experts.shape[1], dropped if drops else None
-        return Routes(counts, numbers, lists, each, experts.shape[0], top_k, lost)
+        return _routes(experts, weights, num_experts, group, max_rows, capacity)
     except BaseException as error:
         left(OP, error, group, experts)
         raise
+
+
+def _routes(
+    experts: Tensor, weights: Tensor, num_experts: int, group: dist.ProcessGroup | None,
+    max_rows: int | None, capacity: str,
+) -> Routes:  # fmt: skip
+    try:
+        group = _checked(experts, weights, num_experts, group, max_rows)
+        check_capacity(OP, capacity, max_rows)
+    except CounterpointError as error:
+        raise refused(error, group, experts) from None
+    drops = capacity == "drop"
+    traced = not torch.compiler.is_compiling() and is_fake(experts)
+    place = group.group_name, str(experts.device)
+    each, counts, numbers, lists, dropped = torch.ops.counterpoint.exchange_routes(
+        experts, weights.float(), num_experts, max_rows,
+        1 if max_rows is None or traced else num_islands(*place), drops,
+        group.group_name, group.size(), asked_of(weights=weights),
+    )  # fmt: skip
+    top_k, lost = 0 if max_rows is None else experts.shape[1], dropped if drops else None
+    return Routes(counts, numbers, lists, each, experts.shape[0], top_k, lost)
 
 
 def check_capacity(op: str, capacity: object, max_rows: int | None) -> None:
@@ -180,8 +187,9 @@ def _checked(
 
 def _run(
     experts: Tensor, weights: Tensor, num_experts: int, max_rows: int | None, islands: int,
-    drops: bool, group_name: str, group_size: int, asks: str = "",
+    drops: bool, group_name: str, *where: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    _, asks = (*where, "")[:2]
     if max_rows is None and experts.is_cuda and torch.cuda.is_current_stream_capturing():
         want, got = "of a call that waits for the host", "a CUDA graph in capture, which cannot"
         raise InputError(OP, "experts", want=want, got=got)
@@ -229,8 +237,9 @@ def _look(
 
 def _fake(
     experts: Tensor, weights: Tensor, num_experts: int, max_rows: int | None, islands: int,
-    drops: bool, group_name: str, group_size: int, asks: str = "",
+    drops: bool, group_name: str, *where: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    group_size: int = where[0]
     dropped = experts.new_empty(group_size if drops else 0, dtype=torch.int64)
     if max_rows is not None:
         tokens, top = experts.shape

@@ -37,16 +37,15 @@ def matmul_all_to_all(
 
     In place of a grouped matmul, the rows' permutation and `all_to_all_single`, and with `sum_of`
     of the weighted sum that follows. Accumulates in fp32, and rounds to the dtype of x for the way.
-    Runs on the current stream. Differentiable: its backward is `all_to_all_matmul`.
+    Runs on the current stream. Differentiable, by `all_to_all_matmul`.
 
     Args:
         x: bf16, fp16 or fp32 [R, K], on CPU or CUDA, sorted by local expert, then by source rank.
         w: dtype of x, [E_local, K, N], a unit stride in K or N.
         counts: as for `all_to_all_matmul`, the same; with `Routes` sums of tokens are returned.
-        group: whose ranks take part; the default group if None.
+        group, plan: as for `all_to_all_matmul`.
         max_rows: rows that a rank may get back at most; needed, and the rows of y, where counts is
-            device-known. Give all ranks the same.
-        plan: as for `all_to_all_matmul`.
+            device-known.
         sum_of: (rows, weights), both [tokens, top_k]: int32 or int64 into the rows of y, and
             floating point. Returned is then, instead of y,
             out[t] = weights[t, 0] y[rows[t, 0]] + weights[t, 1] y[rows[t, 1]] + ...,
@@ -55,8 +54,8 @@ def matmul_all_to_all(
     Returns:
         dtype of x, [T, N], a new tensor: this rank's rows back, sorted by expert, all E of them. T
         is the sum of counts[rank], or max_rows where counts is device-known; rows beyond the sum
-        are then not written, and rows of x beyond that of this rank's experts are ignored. With
-        sum_of [tokens, N].
+        are not written, and rows of x beyond those of this rank's experts are ignored.
+        With sum_of [tokens, N].
 
     Raises:
         InputError, PlanError, UnsupportedError, PeerTimeoutError: as for `all_to_all_matmul`.
@@ -78,9 +77,9 @@ def matmul_all_to_all(
         if known is not None and at_once:
             tensors = (x, w, counts, None, index, weights)
             found, key, _ = call.repeated(OP, tensors, group, plan, known.facts, 0, known.room)  # type: ignore[arg-type]
-        if found is not None:
-            return found[0]
-        return _anew(checked(OP, x, w, counts, max_rows, plan, group), sum_of, known, key)
+        if found is None:
+            return _anew(checked(OP, x, w, counts, max_rows, plan, group), sum_of, known, key)
+        return found[0]
     except BaseException as error:
         left(OP, error, group, x)
         raise

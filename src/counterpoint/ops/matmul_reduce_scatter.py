@@ -123,20 +123,22 @@ def scattered(
         y = found[0] if found else None
     if y is not None:
         return y
-    return _anew(x, w, group, (bias, *scales), plan, rows, scatter_dim, key, around)
+    return _anew(x, w, group, (bias, *scales), (plan, rows, scatter_dim), key, around)
 
 
 def _anew(
     x: Tensor, w: Tensor, group: dist.ProcessGroup, added: tuple[Tensor | None, ...],
-    plan: str | Path | Plan, rows: Sequence[int] | None, scatter_dim: int,
+    how: tuple[str | Path | Plan, Sequence[int] | None, int],
     key: tuple[object, ...] | None, around: Around | None,
 ) -> Tensor:  # fmt: skip
     """The first call like this one, or one that goes through the dispatcher.
 
     Args:
         added: bias, and the scales of x and of w.
+        how: plan, rows and scatter_dim.
         around: see `scattered`.
     """
+    plan, rows, scatter_dim = how
     try:
         x, w, bias, scales = scaled.checked(OP, x, w, added)
         front, dim, counts = _parts(x, rows, scatter_dim, group)

@@ -72,6 +72,8 @@ def _tagged(value: Any) -> Any:
 
 def _plain(value: Any) -> Any:
     """Return what `_tagged` was given."""
+    if isinstance(value, dict):
+        raise ValueError(f"no message of this library: {str(value)[:80]}")
     if not isinstance(value, list):
         return value
     match cast(list[Any], value):
@@ -83,7 +85,7 @@ def _plain(value: Any) -> Any:
             return tuple(_plain(each) for each in rest)
         case ["dict", *rest]:
             return {_plain(key): _plain(each) for key, each in rest}
-        case ["error", str(name), str(text), dict() as facts]:
+        case ["error", str(name), str(text), dict() as facts] if name in _ERRORS:
             error = _ERRORS[name].__new__(_ERRORS[name], text)
             vars(error).update({key: _plain(each) for key, each in facts.items()})  # pyright: ignore
             return error

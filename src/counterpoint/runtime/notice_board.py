@@ -249,7 +249,7 @@ class NoticeBoard:
                 self._far.tell(error)
         return copy(self.fault)
 
-    def end(self, error: BaseException | None, calls: int | None = None) -> None:
+    def end(self, error: BaseException | None, calls: int | None = None, op: str = "") -> None:
         """Say that this rank is in no call any more.
 
         One that an error of others has ended (an interrupt, a lack of memory, an error of torch's)
@@ -259,6 +259,7 @@ class NoticeBoard:
         Args:
             error: what has ended it; None: it has run.
             calls: how many had begun before it; None: as many as there are, but this one.
+            op: of a call that has not begun.
         """
         begun = self.calling if calls is None else self._calls != calls
         self.calling = 0
@@ -266,8 +267,9 @@ class NoticeBoard:
             return
         if not is_told(error) and self.fault is None:
             error.is_told = True  # type: ignore[attr-defined]
-            op = self._facts_of(self.rank, self._mine[HEAD + self._calls % RING]).get("op")
-            text = f"{op or 'counterpoint'}: {self.names[self.rank]} has not ended this call"
+            last = self._facts_of(self.rank, self._mine[HEAD + self._calls % RING])
+            op = op or last.get("op", "counterpoint")
+            text = f"{op}: {self.names[self.rank]} has not ended this call"
             why = f", {type(error).__name__} has ended it there{RESTART}"
             self.fail(PeerTimeoutError(text + why, rank=self.rank, step="call"))
 

@@ -69,18 +69,15 @@ def gather_by_store(
     """A function that all-gathers a value of a message, each time it is called, by all ranks alike.
 
     Args:
-        group: whose ranks.
         name: of keys; a group may have several.
-        timeout_s: of each wait.
+        timeout_s, bound: of each wait, and whose that is, in words.
         names: of ranks, for errors: as they are then; their numbers where there are none.
-        bound: whose that timeout is, in words.
 
     Returns:
-        Its second argument may be a function that raises where nobody will come any more.
+        Its second argument is a function that raises where nobody will come any more.
 
     Raises:
-        PeerTimeoutError: the store is gone. Its function: or a rank did not come.
-        CounterpointError: its function: a rank has refused to come, or has left, and why.
+        CounterpointError: the store is gone; its function: a rank is late, has refused or left.
     """
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     if ranks == 1:
@@ -90,7 +87,8 @@ def gather_by_store(
         turn = answer_of(_turn, store, name, rank, within_s=timeout_s)
     except RuntimeError as error:
         raise _gone(f"{error}") from error
-    count, called = 0, names or [f"rank {r}" for r in range(ranks)]
+    called, refusal = names or [f"rank {r}" for r in range(ranks)], f"{name}/{turn}/{REFUSED}"
+    count = 0
 
     def gather(value: Any, check: Callable[[], None] = lambda: None) -> list[Any]:
         nonlocal count
@@ -101,25 +99,27 @@ def gather_by_store(
         def answer(call: Callable[..., Any], *args: Any) -> Any:
             return answer_of(call, *args, within_s=max(waits.left_s(), ANSWER_S))
 
+        def has_come(r: int) -> bool:
+            if (there := answer(store.check, [keys[r]])) or not answer(store.check, [refusal]):
+                return there
+            raise decode(answer(store.get, refusal))
+
         try:
             answer(store.set, keys[rank], encode(value))
-            for r, key in enumerate(keys):
-                awaited = r
-                while not answer(store.check, [key]):
-                    check()
-                    if answer(store.check, [f"{name}/{turn}/{REFUSED}"]):
-                        raise decode(answer(store.get, f"{name}/{turn}/{REFUSED}"))
-                    if waits.left_s() < 0:
-                        waits.end([r for r in range(ranks) if not answer(store.check, [keys[r]])])
-                    waits.say(r)
-                    time.sleep(POLL_S)
+            for awaited in range(ranks):
+                waits.until(has_come, awaited, check)
             awaited = rank
-            if count > 1:  # all have come to this one, so all have read the one before
+            if count > 1:  # all have come to this one: they have read the one before
                 answer(store.delete_key, f"{name}/{turn}/{count - 1}/{rank}")
             return [decode(answer(store.get, key)) for key in keys]
+        except CounterpointError:
+            raise
         except (RuntimeError, ValueError) as error:
             waited = f" while waiting for {called[awaited]}" if awaited != rank else ""
-            raise _gone(f"{error}{waited}") from error
+            gone = _gone(f"{called[rank]}: {error}{waited}", rank)
+            with suppress(RuntimeError):
+                answer(store.set, refusal, encode(gone))
+            raise gone from error
 
     return gather
 
@@ -140,6 +140,21 @@ class _Wait:
     def left_s(self) -> float:
         """What is left of it."""
         return self._start_s + self._timeout_s - time.monotonic()
+
+    def until(
+        self, has_come: Callable[[int], bool], r: int, check: Callable[[], None]
+    ) -> None:  # fmt: skip
+        """Wait for rank `r`.
+
+        Args:
+            check: raises where nobody will come any more.
+        """
+        while not has_come(r):
+            check()
+            if self.left_s() < 0:
+                self.end([each for each in range(len(self._names)) if not has_come(each)])
+            self.say(r)
+            time.sleep(POLL_S)
 
     def say(self, r: int) -> None:
         """Say once on stderr, after a while, who waits for rank `r`."""
@@ -199,6 +214,6 @@ def _alone(value: Any, check: object = None) -> list[Any]:
     return [value]
 
 
-def _gone(why: str) -> PeerTimeoutError:
+def _gone(why: str, rank: int | None = None) -> PeerTimeoutError:
     text = f"the store of the group is gone ({why}); the group is unusable, restart its ranks"
-    return PeerTimeoutError(f"counterpoint: {text}", step="workspace")
+    return PeerTimeoutError(f"counterpoint: {text}", rank=rank, step="workspace")

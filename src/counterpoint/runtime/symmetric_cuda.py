@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from counterpoint.errors import UnsupportedError
 from counterpoint.runtime.islands import group_of_island
@@ -98,7 +99,7 @@ def _meetings(symmetric_memory: ModuleType, device: torch.device) -> int:
     own: Any = getattr(symmetric_memory, "_SymmetricMemory", None)
     if own is None or not hasattr(own, "set_group_info"):
         return -1
-    store, name = dist.HashStore(), f"{PROBE}/{next(_probes)}"
+    store, name = HashStore(), f"{PROBE}/{next(_probes)}"
     try:
         own.set_group_info(name, 0, 1, store)
         alone = symmetric_memory.empty(1, dtype=torch.uint8, device=device)
