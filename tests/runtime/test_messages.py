@@ -49,9 +49,7 @@ class Planted:
     ids=range(12),
 )  # fmt: skip
 def test_what_is_no_message_is_refused(message: bytes):
-    with pytest.raises(
-        ValueError, match="no message|Expecting|Extra|Invalid|bytes, of at most|codec|Unterminated"
-    ):
+    with pytest.raises(ValueError, match=r"no message|Expecting|Invalid|bytes, of at most|codec"):
         decode(message)
 
 
