@@ -7,13 +7,14 @@ are those of torch 2.11.
 import importlib
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import count
 from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
+from torch._C import _distributed_c10d as private
 
 from counterpoint.errors import UnsupportedError
 from counterpoint.runtime.islands import group_of_island
@@ -32,6 +33,7 @@ MEETING = "CUDASymmetricMemory/{}/0"
 MOST_MEETINGS = 1 << 16
 MOST_EXTRA = 64  # meetings that a rank may be behind another one
 _probes = count()
+c10d: Any = private
 
 
 def allocate_cuda(
@@ -96,16 +98,16 @@ def allocate_cuda(
 
 def _meetings(symmetric_memory: ModuleType, device: torch.device) -> int:
     """The number of one more meeting of this rank, with itself; -1: torch does not show it."""
-    own: Any = getattr(symmetric_memory, "_SymmetricMemory", None)
-    if own is None or not hasattr(own, "set_group_info"):
-        return -1
-    store, name = HashStore(), f"{PROBE}/{next(_probes)}"
+    store, name = c10d.HashStore(), f"{PROBE}/{next(_probes)}"
+    alone = symmetric_memory.empty(1, dtype=torch.uint8, device=device)
     try:
-        own.set_group_info(name, 0, 1, store)
-        alone = symmetric_memory.empty(1, dtype=torch.uint8, device=device)
-        own.rendezvous(alone, name)
-    except RuntimeError:
+        c10d._register_process_group(name, dist.ProcessGroup(store, 0, 1))
+        symmetric_memory.rendezvous(alone, name)
+    except (AttributeError, RuntimeError):
         return -1
+    finally:
+        with suppress(AttributeError, RuntimeError):
+            c10d._unregister_process_group(name)
     return next((i for i in range(MOST_MEETINGS) if store.check([MEETING.format(i)])), -1)
 
 
