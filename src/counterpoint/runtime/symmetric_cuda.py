@@ -99,9 +99,10 @@ def allocate_cuda(
 def _meetings(symmetric_memory: ModuleType, device: torch.device) -> int:
     """The number of one more meeting of this rank, with itself; -1: torch does not show it."""
     store, name = c10d.HashStore(), f"{PROBE}/{next(_probes)}"
+    group = dist.ProcessGroup(store, 0, 1)  # torch finds it by its name, as long as it is here
     alone = symmetric_memory.empty(1, dtype=torch.uint8, device=device)
     try:
-        c10d._register_process_group(name, dist.ProcessGroup(store, 0, 1))
+        c10d._register_process_group(name, group)
         symmetric_memory.rendezvous(alone, name)
     except (AttributeError, RuntimeError):
         return -1
