@@ -7,7 +7,7 @@ VENV := .venv
 SETUP := .ci/setup.py pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test docs package faults models islands gpu readme support clean
+.PHONY: help demo test docs package faults interrupts models islands gpu readme support clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' Makefile
@@ -40,6 +40,9 @@ faults: $(VENV)/.ready-dev  ## CPU ranks that are killed, stopped, late or gone:
 
 models: $(VENV)/.ready-dev  ## random models, compiled, against torch's own compile and fp64: 1,000 as written, 60 by Inductor cold, warm and on other ranks; 75 minutes (ARGS="--models 20 --inductor 2 --seed 100")
 	@PYTHONPATH=src:tests:. $(VENV)/bin/python -m random_models $(ARGS)
+
+interrupts: $(VENV)/.ready-dev  ## CPU ranks that leave a call at some line, by an interrupt, an error or their end: 200 trials, 6 minutes (ARGS="--trials 20")
+	@PYTHONPATH=src:tests:. $(VENV)/bin/python -m left_calls $(ARGS)
 
 islands: $(VENV)/.ready-dev  ## ranks on several islands, in network namespaces: bytes, times, 60 faults; 25 minutes, then docs/islands.md (ARGS="--trials 6")
 	@PYTHONPATH=src:. $(VENV)/bin/python -m benchmarks.islands $(ARGS)

@@ -1,6 +1,6 @@
 """Calls that a rank leaves at some line: by an interrupt, an error, a lack of memory, or its end.
 
-    python -m left_calls --trials 400        # `make faults` runs them, too
+    python -m left_calls --trials 400        # `make interrupts`
 
 Every line of ours that a call runs is one at which it can leave. A trial leaves one call of one
 rank at one such line. All ranks then call on, each call with numbers of its own. A trial is right

@@ -32,7 +32,7 @@ def trials() -> RankPool:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_a_call_that_is_left_at_some_line(trials: RankPool, seed: int):
-    """As many of each call, kind and age; `make faults` has more of them."""
+    """As many of each call, kind and age; `make interrupts` has more of them."""
     assert problems_of(trial_of(seed, ranks=4 if seed % 5 == 4 else 2), trials) == []
 
 
