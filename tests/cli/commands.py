@@ -79,5 +79,5 @@ def as_rank_0(command: Any, measure: Any, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(command, "nccl_group", nccl_group)
     monkeypatch.setattr(command, "measure", measure, raising=False)
     workspace = SimpleNamespace(islands=SimpleNamespace(number=1))
-    monkeypatch.setattr(command, "workspace_of", lambda *_: workspace)
-    monkeypatch.setattr(command, "place_of", lambda *_: PLACE)
+    for name, stub in (("workspace_of", workspace), ("place_of", PLACE)):
+        monkeypatch.setattr(command, name, lambda *_, stub=stub: stub, raising=False)

@@ -18,7 +18,6 @@ from counterpoint import __version__
 from counterpoint.choose.known import cache_folder, load
 from counterpoint.errors import CounterpointError
 from counterpoint.measure import record
-from counterpoint.ops.place import place_of
 from counterpoint.runtime import driver, symmetric_cuda
 from counterpoint.versions import untried
 
@@ -92,6 +91,8 @@ def _known(gpus: list[dict[str, Any]]) -> dict[str, Any]:
         "folder": str(cache_folder()), "machine": None, "measured": False, "tuned_plans": 0,
     }  # fmt: skip
     if len(gpus) > 1:
+        from counterpoint.ops.place import place_of  # operators need Triton, which may be missing
+
         known = load(place_of(torch.device("cuda", 0), len(gpus)))
         facts["tuned_plans"] = len(known.tuned)
         if known.machine is not None:

@@ -96,10 +96,9 @@ def ended_by_host(address_ptr):
         address_ptr: two words of int32, together the address of an int32 of the host; 0: of none.
     """
     address = tl.load(address_ptr.to(tl.pointer_type(tl.int64), bitcast=True))
-    ended = tl.full((), 0, tl.int32)
-    if address != 0:
-        ended = tl.load(address.to(tl.pointer_type(tl.int32)), volatile=True)
-    return ended != 0
+    # .cv: from memory each time
+    word_ptr = address.to(tl.pointer_type(tl.int32))
+    return tl.load(word_ptr, mask=address != 0, other=0, cache_modifier=".cv") != 0
 
 
 @triton.jit

@@ -4,8 +4,8 @@ The gradient that a rank computes is then of its rows only. The sum over the gro
 one, and the same bits on all ranks, so that the copies stay copies.
 """
 
-from collections import Counter
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -46,14 +46,14 @@ def copy_to_group(parameter: Tensor, *, group: dist.ProcessGroup | None = None) 
     use = 0  # a graph's are in its order
     if not torch.compiler.is_compiling():
         # those without a gradient, too: ranks that differ in what they train then number alike
-        _uses[group.group_name] += 1
-        use = _uses[group.group_name]
+        use = _uses[group] = _uses.get(group, 0) + 1
     if not parameter.requires_grad:
         return parameter
     return _CopyToGroup.apply(parameter, group.group_name, use)  # pyright: ignore[reportReturnType]
 
 
-_uses = Counter[str]()  # of a group by its name: gradients are summed with those of the same use
+# of each group, so far: gradients are summed with those of the same use
+_uses: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 
 class _CopyToGroup(torch.autograd.Function):

@@ -43,9 +43,9 @@ def matmul_all_to_all(
         x: bf16, fp16 or fp32 [R, K], on CPU or CUDA, sorted by local expert, then by source rank.
         w: dtype of x, [E_local, K, N], a unit stride in K or N.
         counts: as for `all_to_all_matmul`, the same; with `Routes` sums of tokens are returned.
-        group, plan: as for `all_to_all_matmul`.
-        max_rows: rows that a rank may get back at most; needed, and the rows of y, where counts is
-            device-known.
+        group: as for `all_to_all_matmul`.
+        max_rows: rows that a rank may get back at most, those of y; needed as there.
+        plan: as there.
         sum_of: (rows, weights), both [tokens, top_k]: int32 or int64 into the rows of y, and
             floating point. Returned is then, instead of y,
             out[t] = weights[t, 0] y[rows[t, 0]] + weights[t, 1] y[rows[t, 1]] + ...,

@@ -44,4 +44,5 @@ def buffer_bytes(plan: "Plan", buffer: "Buffer") -> int:
     differ = buffer.split and buffer.holds != "all"
     most = max(extent(plan, buffer, rank) for rank in range(ranks if differ else 1))
     slots = ranks if differ and buffer.holds == "slots" else 1
-    return slots * most * buffer.shape[1] * ITEM_BYTES[buffer.dtype]
+    # a step of the user's own may have other dtypes
+    return slots * most * buffer.shape[1] * ITEM_BYTES.get(buffer.dtype, 1)

@@ -134,5 +134,6 @@ def _beat(
 ) -> None:
     while (lines := watched()) is not None and not lines.ended:
         lines.exchange(mine, theirs)
+        pause_s = lines.silent_s / 8  # who waits looks more often
         del lines
-        time.sleep(PERIOD_S)
+        time.sleep(max(PERIOD_S, pause_s))
