@@ -217,7 +217,7 @@ def test_doctor_says_what_plans_are_chosen_by(monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setenv("COUNTERPOINT_CACHE", str(tmp_path))
     gpus = [{"name": "NVIDIA B200"}] * 4
     place = Place(gpu="NVIDIA B200", ranks=4)
-    monkeypatch.setattr(doctor, "place_of", lambda *_: place)
+    monkeypatch.setattr("counterpoint.ops.place.place_of", lambda *_: place)
     sheet = "datasheet peaks of DGX B200 with 8 GPUs"
     measures = "not measured (`counterpoint characterize` measures)"
     assert (
