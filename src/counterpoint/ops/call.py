@@ -517,12 +517,14 @@ def _form(given: Input, tensor: Tensor) -> Callable[[Tensor], Tensor] | None:
         return _without_gaps if tensor.is_contiguous() else None
     if given.form == "plain":
         return None if _in_order(tensor) else _without_gaps
+    # a layout is known once: what lies in order is not looked at again
+    ordered = Tensor.contiguous if _in_order(tensor) else _without_gaps
     if given.form == "row":
-        return lambda t: _without_gaps(t).view(1, -1)
+        return lambda t: ordered(t).view(1, -1)
     if given.form == "heads":
-        return lambda t: _without_gaps(t).flatten(1)
+        return lambda t: ordered(t).flatten(1)
     if tensor.dim() == 1:  # the one scale of a tensor
-        return lambda t: _without_gaps(t).view(1, 1)
+        return lambda t: ordered(t).view(1, 1)
     if given.form == "rows":
         if not _in_order(tensor):
             return lambda t: _without_gaps(t).flatten(0, -2)

@@ -89,7 +89,11 @@ def matmul_reduce_scatter(
         >>> y = counterpoint.matmul_reduce_scatter(x, w, group=tp)  # doctest: +SKIP
     """
     try:
-        return scattered(x, w, bias, group, plan, rows, scatter_dim)
+        if scatter_dim or isinstance(x, Scaled) or isinstance(w, Scaled):
+            return scattered(x, w, bias, group, plan, rows, scatter_dim)
+        added = bias, *NO_SCALES
+        y, key, group = call.repeated(OP, (x, w, *added), group, plan, rows)
+        return _anew(x, w, group, added, (plan, rows, 0), key, None) if y is None else y
     except BaseException as error:
         left(OP, error, group, x)
         raise

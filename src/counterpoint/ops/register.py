@@ -1,11 +1,12 @@
 """Our operators as torch has them: what the dispatcher, compilers and autograd call."""
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._guards import TracingContext
 from torch.autograd import forward_ad
@@ -51,8 +52,7 @@ def register(
     """
     op = schema.partition("(")[0]
     LIBRARY.define(schema)
-    run = _in_its_group(op, _not_in_a_compiler(_where_tensors_are(op, run), fake))
-    LIBRARY.impl(op, run, "CompositeExplicitAutograd")
+    LIBRARY.impl(op, _where_it_belongs(op, run, fake), "CompositeExplicitAutograd")
     name = f"counterpoint::{op}"
     torch.library.register_fake(name, fake, lib=LIBRARY)
     if backward is not None and save is not None and meets:
@@ -202,13 +202,26 @@ def refuse_forward_mode(op: str) -> NoReturn:
     raise UnsupportedError(f"{what} supported; take torch.func.vjp, or backward")
 
 
-def _where_tensors_are(op: str, run: Callable[..., Any]) -> Callable[..., Any]:
-    """The same, on the GPU of its first tensor that is on one: streams and kernels are of that."""
+def _where_it_belongs(
+    op: str, run: Callable[..., Any], fake: Callable[..., Any]
+) -> Callable[..., Any]:
+    """The same, on the GPU of its first tensor that is on one: streams and kernels are of that.
+
+    Refused where the size of the group or this rank are not those of the arguments. For a compiler
+    that measures operators, on one rank alone, results without values.
+    """
+    names = [a.name for a in getattr(torch.ops.counterpoint, op).default._schema.arguments]
+    at = names.index("group_name") if "group_name" in names else -1
+    facts = [(names.index(name), name) for name in ("group_size", "rank") if name in names]
 
     @wraps(run)
     def there(*given: Any) -> Any:
+        if TracingContext.try_get() is not None:
+            return fake(*given)
         if forward_ad._current_level >= 0:  # pyright: ignore[reportPrivateUsage]
             _refuse_tangents(op, given)
+        if facts and at >= 0:
+            _refuse_other_group(op, group_of(given[at]), [(name, given[i]) for i, name in facts])
         for each in given:
             for t in each if isinstance(each, list) else (each,):
                 if isinstance(t, Tensor) and t.is_cuda:
@@ -221,36 +234,16 @@ def _where_tensors_are(op: str, run: Callable[..., Any]) -> Callable[..., Any]:
     return there
 
 
-def _not_in_a_compiler(run: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
-    """The same, but for a compiler that measures operators on one rank: results without values."""
-
-    @wraps(run)
-    def there(*given: Any) -> Any:
-        return (run if TracingContext.try_get() is None else fake)(*given)
-
-    return there
-
-
-def _in_its_group(op: str, run: Callable[..., Any]) -> Callable[..., Any]:
-    """The same, where the size of the group and this rank are those of the arguments."""
-    names = [a.name for a in getattr(torch.ops.counterpoint, op).default._schema.arguments]
-    facts = [(names.index(name), name) for name in ("group_size", "rank") if name in names]
-    if not facts or "group_name" not in names:
-        return run
-    at = names.index("group_name")
-
-    @wraps(run)
-    def there(*given: Any) -> Any:
-        group = group_of(given[at])
-        for i, name in facts:
-            now = group.size() if name == "group_size" else group.rank()
-            if given[i] != now:
-                want = f"{now}, as group {given[at]} has it now"
-                fix = "call torch.compiler.reset() after making groups anew"
-                raise InputError(op, name, want=want, got=given[i], fix=fix)
-        return run(*given)
-
-    return there
+def _refuse_other_group(
+    op: str, group: dist.ProcessGroup, facts: Sequence[tuple[str, int]]
+) -> None:
+    """Refuse a graph that was made for a group of another size, or for another rank of it."""
+    for name, given in facts:
+        now = group.size() if name == "group_size" else group.rank()
+        if given != now:
+            want = f"{now}, as group {group.group_name} has it now"
+            fix = "call torch.compiler.reset() after making groups anew"
+            raise InputError(op, name, want=want, got=given, fix=fix)
 
 
 def _refuse_tangents(op: str, given: Any) -> None:
