@@ -210,3 +210,42 @@ def test_a_graph_of_a_group_that_has_another_size_by_now(rank: int, world_size: 
                 patch.setattr("counterpoint.ops.register.group_of", lambda _: world())
                 with pytest.raises(InputError, match=r"group_size must be 3, .* got 2; call"):
                     call(x, w, b)
+
+
+def called(rank: int, ranks: int, folder: str, swap: bool) -> tuple[list[str], int]:
+    """As `compiled`, of operators that a model calls itself: their sizes are those of any rank."""
+    own = torch.Generator().manual_seed(rank)
+    x = torch.randn(N, K, generator=own, requires_grad=True)
+    w = torch.randn(K, N, generator=own, requires_grad=True)
+    table = torch.randn(5, 4, generator=own, requires_grad=True)
+    bags = torch.arange(2 * ranks) % 5
+    at = torch.randn(2, 4 * ranks, generator=own)
+
+    def gathers() -> Tensor:
+        return (cp.all_gather_matmul(x, w) ** 2).sum()
+
+    def scatters() -> Tensor:
+        return (cp.matmul_reduce_scatter(x, w) ** 2).sum()
+
+    def pools() -> Tensor:
+        y = cp.embedding_bag_all_to_all(
+            [table], bags, torch.arange(2 * ranks), dims=[[4]] * ranks, batch=[2] * ranks
+        )
+        return (y * at).sum()
+
+    wrong: list[str] = []
+    place = f"{folder}/{(rank + 1) % ranks if swap else rank}"
+    with by_reference(), kept_in(place) as hits:
+        for call, leaves in ((gathers, (x, w)), (scatters, (x, w)), (pools, (table,))):
+            want = torch.autograd.grad(call(), leaves)
+            got = torch.autograd.grad(torch.compile(call)(), leaves)
+            wrong += [f"{call.__name__}: {a}, not {b}" for a, b in zip(got, want, strict=True)
+                      if not torch.allclose(a, b, atol=1e-4)]  # fmt: skip
+        return wrong, hits()
+
+
+def test_operators_in_graphs_that_another_rank_compiled(pool: RankPool, tmp_path: Path):
+    for swap in (False, True):
+        found = pool.run(called, 2, str(tmp_path), swap)
+        assert not any(wrong for wrong, _ in found), found
+        assert all(bool(hits) == swap for _, hits in found), found

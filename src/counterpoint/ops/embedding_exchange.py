@@ -96,10 +96,12 @@ def exchange(dy: Tensor, sent: Sent) -> list[Slice]:
     Args:
         dy: [own bags, columns of all tables of all ranks].
     """
-    p, rank = problem_from(sent.dims, sent.batch, dy.dtype), sent.rank
+    group = group_of(sent.group_name)
+    # of this process, and not of that whose compiled graph this may be
+    p, rank = problem_from(sent.dims, sent.batch, dy.dtype), group.rank()
     if p.ranks == 1:
         return [*in_one(dy.contiguous(), p.tables[0])]
-    workspace = workspace_of(group_of(sent.group_name), dy.device)
+    workspace = workspace_of(group, dy.device)
     cut = [tables_by_slice(dims, workspace.agreed.get((OP, p), 1)) for dims in p.tables]
     firsts = [list(accumulate(dims, initial=start))
               for dims, start in zip(p.tables, p.column_starts, strict=False)]  # fmt: skip

@@ -213,6 +213,7 @@ def _where_it_belongs(
     names = [a.name for a in getattr(torch.ops.counterpoint, op).default._schema.arguments]
     at = names.index("group_name") if "group_name" in names else -1
     facts = [(names.index(name), name) for name in ("group_size", "rank") if name in names]
+    differ = [names.index(name) for name in ("rows", "batch") if name in names]
 
     @wraps(run)
     def there(*given: Any) -> Any:
@@ -221,7 +222,9 @@ def _where_it_belongs(
         if forward_ad._current_level >= 0:  # pyright: ignore[reportPrivateUsage]
             _refuse_tangents(op, given)
         if facts and at >= 0:
-            _refuse_other_group(op, group_of(given[at]), [(name, given[i]) for i, name in facts])
+            alike = all(len({*given[i]}) < 2 for i in differ)  # sizes are those of any rank then
+            of = [(name, given[i]) for i, name in facts if name != "rank" or not alike]
+            _refuse_other_group(op, group_of(given[at]), of)
         for each in given:
             for t in each if isinstance(each, list) else (each,):
                 if isinstance(t, Tensor) and t.is_cuda:
