@@ -210,10 +210,12 @@ def _where_it_belongs(
     Refused where the size of the group or this rank are not those of the arguments. For a compiler
     that measures operators, on one rank alone, results without values.
     """
-    names = [a.name for a in getattr(torch.ops.counterpoint, op).default._schema.arguments]
+    arguments = getattr(torch.ops.counterpoint, op).default._schema.arguments
+    names = [a.name for a in arguments]
     at = names.index("group_name") if "group_name" in names else -1
     facts = [(names.index(name), name) for name in ("group_size", "rank") if name in names]
-    differ = [names.index(name) for name in ("rows", "batch") if name in names]
+    differ = [i for i, a in enumerate(arguments)
+              if a.name in ("rows", "batch") and str(a.type) == "List[int]"]  # fmt: skip
 
     @wraps(run)
     def there(*given: Any) -> Any:
