@@ -70,6 +70,6 @@ def test_opcheck(rank: int, world_size: int):
     op = torch.ops.counterpoint.sum_over_group.default
     # without test_autograd_registration: a gradient of it is refused
     tests = ("test_schema", "test_faketensor")
-    args = (torch.randn(3, 4).t(), group.group_name)
+    args = (torch.randn(3, 4).t(), group.group_name, 1)
     found = torch.library.opcheck(op, args, test_utils=tests)
     assert set(found.values()) == {"SUCCESS"}

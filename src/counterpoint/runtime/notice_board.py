@@ -27,6 +27,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch.distributed as dist
+import torch.utils.checkpoint
 from numpy.typing import NDArray
 
 from counterpoint.errors import CounterpointError, InputError, PeerTimeoutError, UnsupportedError
@@ -60,6 +61,8 @@ LOOK_EVERY_S = 0.02
 SAY_AFTER_S = 10.0  # who waits for whom; with a shorter bound at half of it
 DEAD_S = 1.0  # for which a GPU may still be at work that a rank which has died has posted
 GONE = "has left the group"
+# by which torch ends the recomputation of a checkpoint, on all ranks at the same place; private
+STOPS: Any = getattr(torch.utils.checkpoint, "_StopRecomputationError", ())
 RESTART = "; the group is unusable, restart its ranks"
 
 
@@ -73,7 +76,7 @@ class Awaited(NamedTuple):
 
 def is_told(error: BaseException) -> bool:
     """Whether other ranks know of an error that is none of ours, or raise it, too."""
-    return bool(getattr(error, "is_told", False))
+    return isinstance(error, STOPS) or bool(getattr(error, "is_told", False))
 
 
 class Refused(Exception):
