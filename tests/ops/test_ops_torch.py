@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import counterpoint as cp
 from counterpoint import Problem, all_gather_matmul, build, matmul_reduce_scatter
 from counterpoint.ops.register import (
-    _where_tensors_are,  # pyright: ignore[reportPrivateUsage]
+    _where_it_belongs,  # pyright: ignore[reportPrivateUsage]
 )
 from counterpoint.runtime.workspace import workspace_of
 
@@ -45,7 +45,7 @@ def test_opcheck(rank: int, ranks: int, case: Case):
             args = args[:-1]
         if case.op == "matmul_all_reduce":
             behind = [None, None, "eps=1e-06"] if given.inner else []
-            args = [*args[:4], world().group_name, *behind]
+            args = [*args[:4], world().group_name, ranks, *behind]
         assert callable(getattr(cp, case.op)), "an operator is defined where it is looked up"
         op = getattr(torch.ops.counterpoint, case.op).default
         assert set(torch.library.opcheck(op, tuple(args)).values()) == {"SUCCESS"}
@@ -202,7 +202,7 @@ def test_an_operator_runs_on_the_gpu_of_its_tensors(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
     monkeypatch.setattr(torch.cuda, "device", device)
-    run = _where_tensors_are(lambda *given: len(given))
+    run = _where_it_belongs("add_norm", lambda *given: len(given), int)
     there = torch.ones(2).as_subclass(OnGpu3)
     for given in ((there, 1), (None, [there], "plan"), (torch.ones(2), there)):
         assert run(*given) == len(given)

@@ -137,7 +137,7 @@ def test_fp8_is_torchs_own(rank: int, ranks: int, op: str):
         case = Case(op, kind, "serial", (4, 4), bias=True)
         mine = operands(case, ranks, 7, device())[rank]
         real = call(case, mine)
-        where = (world().group_name,) if op == AR else ([], world().group_name, ranks)
+        where = (world().group_name, ranks) if op == AR else ([], world().group_name, ranks)
         where = (*where, rank) if op == RS else where
         given = (mine.x.data, mine.w.data, mine.bias, case.plan, *where)
         scales = [s.view(1) if s.dim() == 0 else s for s in (mine.x.scale, mine.w.scale)]
