@@ -89,7 +89,8 @@ def matmul_reduce_scatter(
         >>> y = counterpoint.matmul_reduce_scatter(x, w, group=tp)  # doctest: +SKIP
     """
     try:
-        if type(scatter_dim) is not int or scatter_dim or Scaled in (type(x), type(w)):
+        moved = type(scatter_dim) is not int or scatter_dim != 0
+        if moved or isinstance(x, Scaled) or isinstance(w, Scaled):
             return scattered(x, w, bias, group, plan, rows, scatter_dim)
         added = bias, *NO_SCALES
         y, key, group = call.repeated(OP, (x, w, *added), group, plan, rows)
