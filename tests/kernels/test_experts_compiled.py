@@ -145,7 +145,7 @@ def test_what_tokens_are_compiled_to(model: str, tokens: int, back: bool):
     found = kernel(tile, back=back, ranks=8, tokens=True)
     assert found.spills == 0
     assert re.search(r"wgmma\.mma_async", found.ptx) and re.search(TMA, found.ptx)
-    assert back or re.search(r"cp\.async\.cg\.shared\.global .*16", found.ptx)
+    assert back or re.search(r"cp\.async\.cg\.shared\.global .*\], 0x10,", found.ptx)
     narrow = [line for line in found.ptx.splitlines() if re.search(r"\bst\.global\.b16", line)]
     assert not narrow, "rows are stored element by element"
     block = Kernel(32 * tile.num_warps, found.registers, 0, found.dynamic_bytes)
