@@ -1,16 +1,20 @@
-"""`counterpoint demo`: plan families of two operators, checked, and a picture of what they bring.
+"""`counterpoint demo`: what overlap brings on GPUs, and every plan of two operators checked.
 
-The families are those of all_gather_matmul and matmul_reduce_scatter that take the shapes. CPU
-ranks show that the plans are right; their times say nothing about a GPU.
+The plans are those of all_gather_matmul and matmul_reduce_scatter that take the shapes. CPU ranks
+prove results; what a GPU takes is predicted, or measured where there are two.
 """
 
 import os
 import shlex
 import shutil
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import replace
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,29 +30,26 @@ from counterpoint.measure.draw import draw_timeline
 from counterpoint.plan.operation import operation_of
 from counterpoint.problem import Problem
 from counterpoint.runtime.ranks import spawn
-from counterpoint.timeline import Timeline
 
 ROWS_PER_RANK = 128
 MOST_ERROR = 2.0  # of plain torch's own
-TIMEOUT_S = 120.0
-PICTURED = "QKV"
-PICTURED_ROWS = 16384  # of all CPU ranks, so that their matmuls take milliseconds
-PROFILED_CALLS = 30  # the shortest is drawn: most are interrupted by what else runs here
-MACHINE, TOKENS = "h200-8", 65536  # of what is predicted
+TIMEOUT_S = 1800.0  # ends what hangs: however slow the machine is, no check takes as long
+BEAT_S = 2.0  # without a word from the ranks, a dot says that they are at it
+MACHINE, GPUS, TOKENS, PICTURED = "h100-4", 4, 16384, "QKV"  # of what is predicted
 
-# N and K of one rank of eight. Source: layer sizes of Llama-3-70B
+# N and K of one rank of four. Source: layer sizes of Llama-3-70B
 LAYERS: dict[str, dict[str, tuple[int, int]]] = {
-    "all_gather_matmul": {"QKV": (1280, 8192), "gate+up": (7168, 8192)},
-    "matmul_reduce_scatter": {"O": (8192, 1024), "down": (8192, 3584)},
+    "all_gather_matmul": {"QKV": (2560, 8192), "gate+up": (14336, 8192)},
+    "matmul_reduce_scatter": {"O": (8192, 2048), "down": (8192, 7168)},
 }
 
 
 class Check(NamedTuple):
-    """One family at one layer: its error against fp64, over that of torch's own, of all ranks."""
+    """One plan at one layer: its error against fp64, over that of torch's own, of all ranks."""
 
     op: str
     layer: str
-    family: str
+    plan: str
     error: float
 
     @property
@@ -64,74 +65,134 @@ def demo(*, ranks: int, seed: int, out: Path, scale: int) -> int:
         ranks: CPU ranks; 0: one for each core, from 2 to 4.
         seed: of the random operands.
         out: folder of the pictures, in a folder that is there.
-        scale: layers are so many times smaller than Llama's.
+        scale: layers of the checks are so many times smaller than Llama's.
     """
+    out.mkdir(exist_ok=True)
     if torch.cuda.device_count() >= 2 and checkout.benchmarks() is not None:
-        out.mkdir(exist_ok=True)
-        return checkout.run("bench", ["overlap", "--short", "--out", str(out / "demo.jsonl")])
+        return _timed(out)
     # one GPU has nobody to talk to: the ranks are to take the CPU
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     start_s = time.monotonic()
-    cores = len(os.sched_getaffinity(0))
-    ranks = ranks or min(max(cores, 2), 4)
     console = Console(highlight=False)
-    console.print(f"Every plan of two operators against fp64, on {ranks} CPU rank"
-                  f"{'s' * (ranks != 1)} and {cores} core{'s' * (cores != 1)}:")  # fmt: skip
-    sys.stdout.flush()  # before what rank 0 prints
+    _show(console, out)
     try:
-        results = spawn(_rank, ranks, seed, scale, timeout_s=TIMEOUT_S)
+        checks = _checked(console, ranks, seed, scale)
     except cp.CounterpointError as error:
-        console.print(f"{error}", style="red", markup=False)
-        console.print("The ranks could not run. `counterpoint doctor` shows what is missing here.")
+        console.print(f"\n{error}", style="red", markup=False)
+        console.print("The ranks could not run. `counterpoint doctor` looks for what is missing.")
         return 1
-    checks, timeline = results[0]
     wrong = [check for check in checks if not check.holds]
     console.print(f"{len(checks) - len(wrong)} of {len(checks)} checks hold: errors are at most "
                   f"{MOST_ERROR:g} times those of torch's own collective and matmul.")  # fmt: skip
-    if not wrong:
-        _show(console, timeline, out)
     for check in wrong:
-        console.print(f"[red]wrong:[/] {check.op} {check.layer}, plan {check.family}: error "
+        console.print(f"[red]wrong:[/] {check.op} {check.layer}, plan {check.plan}: error "
                       f"{check.error:.3g} of torch's own")  # fmt: skip
     if wrong:
         console.print("[red]A wrong result is a bug:[/] run `make test`, and report what fails, "
                       "with what `counterpoint doctor --json` says.")  # fmt: skip
+    else:
+        console.print("\nTry next:")
+        for command in next_commands(out):
+            console.print(f"  {command}", markup=False, soft_wrap=True)
     console.print(f"{time.monotonic() - start_s:.0f} s in all")
     return int(bool(wrong))
 
 
-def _rank(rank: int, ranks: int, seed: int, scale: int) -> tuple[list[Check], Timeline]:
-    """What each rank does: all checks, then one call under the profiler. Rank 0 says how far."""
+def _timed(out: Path) -> int:
+    """One operator and one compiled block, on the GPUs here; the exit code of what failed first."""
+    for table, what in (("overlap", "two operators"), ("compile", "compiled transformer blocks")):
+        print(f"{what}, timed on {torch.cuda.device_count()} GPUs:", flush=True)
+        code = checkout.run("bench", [table, "--short", "--out", str(out / f"demo-{table}.jsonl")])
+        if code:
+            return code
+    return 0
+
+
+def _show(console: Console, out: Path) -> None:
+    """What overlap brings, predicted for GPUs: in the terminal, and as a picture."""
+    n, k = LAYERS["all_gather_matmul"][PICTURED]
+    choice = cp.choose(Problem("all_gather_matmul", TOKENS, n, k, GPUS), MACHINE)
+    serial = cp.estimate(cp.build(choice.problem, "serial", choice.machine), choice.machine)
+    speedup = choice.speedup(choice.seconds)
+    title = (
+        f"{PICTURED} of Llama-3-70B, {TOKENS} tokens, on {GPUS} H100s: predicted, {speedup:.2f}x"
+    )
+    console.print(f"\n{title}", style="bold", soft_wrap=True)
+    console.print(bars({"serial": serial, "ours": choice.timeline}, width=min(console.width, 100)))
+    console.print(LEGEND)
+    first = replace(serial, title=f"all_gather_matmul: {title}", source=f"serial, {serial.source}")
+    ours = replace(choice.timeline, title="", source=f"ours, {choice.timeline.source}")
+    picture = draw_timeline(first, out / "demo.png", beside=[ours], ranks=[0])
+    console.print(f"The picture: {picture}", soft_wrap=True)
+
+
+def _checked(console: Console, ranks: int, seed: int, scale: int) -> list[Check]:
+    """Every plan at every layer, on CPU ranks. It is said how far they are, at all times."""
+    cores = len(os.sched_getaffinity(0))
+    ranks = ranks or min(max(cores, 2), 4)
+    where = f"{ranks} CPU rank{'s' * (ranks != 1)} and {cores} core{'s' * (cores != 1)}"
+    console.print(f"\nEvery plan of two operators against fp64, on {where}: this proves results,")
+    console.print("and times of CPUs say nothing. The ranks start", end=" ")
+    sys.stdout.flush()
+    with _told() as sender:
+        results = spawn(_rank, ranks, seed, scale, sender, timeout_s=TIMEOUT_S)
+    return results[0]
+
+
+@contextmanager
+def _told() -> Generator[Connection]:
+    """Print what rank 0 sends, and a dot where it sends nothing for a while."""
+    receiver, sender = get_context("spawn").Pipe(duplex=False)
+
+    def listen() -> None:
+        text: str | None = ""
+        while text is not None:
+            text = receiver.recv() if receiver.poll(BEAT_S) else "."
+            print(text or "", end="", flush=True)
+
+    listener = threading.Thread(target=listen, name="demo", daemon=True)
+    listener.start()
+    try:
+        yield sender
+    finally:
+        sender.send(None)
+        listener.join()
+        receiver.close()
+        sender.close()
+
+
+def _rank(rank: int, ranks: int, seed: int, scale: int, sender: Connection) -> list[Check]:
+    """What each rank does: all checks. Rank 0 says how far it is."""
     checks: list[Check] = []
 
     def say(text: str) -> None:
         if rank == 0:
-            print(text, end="", flush=True)
+            sender.send(text)
 
     for op, layers in LAYERS.items():
         for layer, (n, k) in layers.items():
             problem = Problem(op, ROWS_PER_RANK * ranks, n // scale, k // scale, ranks)
-            families = [f.name for f in operation_of(op).families if not f.refusal(problem)]
-            say(f"  {op:22}{layer:8}")
-            for family in families:
-                check = Check(op, layer, family, _error(problem, family, rank, seed + len(checks)))
+            plans = [f.name for f in operation_of(op).families if not f.refusal(problem)]
+            say(f"\n  {op:22}{layer:8}")
+            everyone = [_operands(problem, r, seed + len(checks)) for r in range(ranks)]
+            want, plain = _by_torch(problem, rank, everyone)
+            of_torch = _norm(plain - want)
+            for plan in plans:
+                y: Tensor = getattr(cp, op)(*everyone[rank], plan=plan)
+                check = Check(op, layer, plan, _norm(y - want) / of_torch)
                 checks.append(check)
                 say("✓" if check.holds else "✗")
-            worst = max(check.error for check in checks[-len(families) :])
-            say(f" {len(families)} plans, error {worst:.2f} of torch's own\n")
-    return checks, _profiled(ranks, rank, seed, scale)
+            worst = max(check.error for check in checks[-len(plans) :])
+            say(f" {len(plans)} plans, error {worst:.2f} of torch's own")
+    say("\n")
+    return checks
 
 
-def _error(problem: Problem, family: str, rank: int, seed: int) -> float:
-    """Of one call against fp64, over that of torch's own collective and matmul; of all ranks."""
-    everyone = [_operands(problem, r, seed) for r in range(problem.ranks)]
-    x, w = everyone[rank]
-    op: Callable[..., Tensor] = getattr(cp, problem.op)
-    y = op(x, w, plan=family)
-    want, plain = _by_torch(problem, rank, everyone)
-    squares = torch.stack([t.double().square().sum() for t in (y - want, plain - want)])
-    dist.all_reduce(squares)
-    return float((squares[0] / squares[1]).sqrt())
+def _norm(error: Tensor) -> float:
+    """Of the errors of all ranks."""
+    square = error.double().square().sum()
+    dist.all_reduce(square)
+    return float(square.sqrt())
 
 
 def _operands(problem: Problem, rank: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -156,49 +217,6 @@ def _by_torch(
     plain = x @ w
     dist.all_reduce(plain)
     return want, plain[mine]
-
-
-def _profiled(ranks: int, rank: int, seed: int, scale: int) -> Timeline:
-    """One all_gather_matmul as it ran, by a plan of the family that is predicted to be fastest."""
-    n, k = LAYERS["all_gather_matmul"][PICTURED]
-    rows = PICTURED_ROWS // ranks // 64 * 64 * ranks
-    problem = Problem("all_gather_matmul", rows, n // scale, k // scale, ranks)
-    x, w = _operands(problem, rank, seed)
-    spec = "shard_p2p chunks=2"
-    timelines: list[Timeline] = []
-    for _ in range(PROFILED_CALLS):
-        _, timeline = cp.profile(lambda: cp.all_gather_matmul(x, w, plan=spec))
-        timelines.append(timeline)
-    return min(timelines, key=lambda timeline: timeline.duration_s)
-
-
-def _show(console: Console, here: Timeline, out: Path) -> None:
-    """What overlap brings: predicted for GPUs, beside what ran here; and what to try next."""
-    n, k = LAYERS["all_gather_matmul"][PICTURED]
-    choice = cp.choose(Problem("all_gather_matmul", TOKENS, n, k, 8), MACHINE)
-    serial = cp.estimate(cp.build(choice.problem, "serial", choice.machine), choice.machine)
-    speedup = choice.speedup(choice.seconds)
-    what = f"{PICTURED} of Llama-3-70B, {TOKENS} tokens"
-    console.print(f"\n{what}, on 8 H200s: predicted, speedup {speedup:.2f}x", style="bold")
-    gpus = {"serial": serial, "overlapped": choice.timeline}
-    width = min(console.width, 100)
-    console.print(bars(gpus, width=width))
-    console.print("\nThe same as it ran here (the order is real, the times are not a GPU's):",
-                  style="bold")  # fmt: skip
-    console.print(bars({"overlapped": here}, width=width))
-    console.print(LEGEND)
-    out.mkdir(exist_ok=True)
-    panels = [
-        replace(choice.timeline, title="", source=f"overlapped, {choice.timeline.source}"),
-        replace(here, title="", source=f"overlapped, a smaller layer, {here.source}"),
-    ]
-    title = f"all_gather_matmul: {what}, on 8 H200s: speedup {speedup:.2f}x, predicted"
-    first = replace(serial, title=title, source=f"serial, {serial.source}")
-    picture = draw_timeline(first, out / "demo.png", beside=panels, ranks=[0])
-    console.print(f"\nThe picture: {picture}", soft_wrap=True)
-    console.print("Try next:")
-    for command in next_commands(out):
-        console.print(f"  {command}", markup=False, soft_wrap=True)
 
 
 def next_commands(out: Path) -> list[str]:

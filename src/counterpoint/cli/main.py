@@ -86,16 +86,16 @@ def demo(
     ] = Path("out"),
     scale: Annotated[int, typer.Option(min=1, max=64, hidden=True)] = 16,
 ) -> None:
-    """Check every plan of two operators on CPU ranks, and show what overlap brings on GPUs.
+    """Show what overlap brings on GPUs, and check every plan of two operators on CPU ranks.
 
-    It takes some seconds. With two GPUs or more it times the plans there instead.
+    It takes some seconds. With two GPUs or more it times operators and compiled blocks instead.
 
     **Example:** `counterpoint demo --ranks 2`
 
     ```text
-    all_gather_matmul     QKV     ✓✓✓✓✓✓✓✓✓✓ 10 plans, error 1.00 of torch's own
-    40 of 40 checks hold
     The picture: out/demo.png
+    all_gather_matmul     QKV     ✓✓✓✓✓✓✓✓✓✓ 10 plans, error 1.00 of torch's own
+    42 of 42 checks hold
     ```
     """
     check_made("demo", "--out", out)
