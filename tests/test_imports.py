@@ -173,7 +173,7 @@ def test_the_pure_half_is_used_without_torch():
         "heavy = [m for m in ('torch', 'triton', 'numpy', 'cuda') if m in sys.modules]\n"
         "print(first, heavy)"
     )
-    assert loaded.strip() == "['counterpoint'] []"
+    assert loaded.strip() == "['counterpoint', 'counterpoint.operators'] []"
 
 
 def test_all_is_sorted_and_is_what_dir_shows():

@@ -1,12 +1,15 @@
 """counterpoint: communication hidden behind computation on multi-GPU machines.
 
-Importing it imports neither torch nor triton: names are loaded when they are first used.
+Importing it imports neither torch nor triton: names are loaded when they are first used. Once torch
+is there as well, its dispatcher knows our operators by name.
 """
 
 import sys
 from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING
+
+from counterpoint.operators import declare_with_torch
 
 if TYPE_CHECKING:
     from counterpoint import nn, resources, scale
@@ -186,3 +189,4 @@ class _Package(ModuleType):
 
 
 sys.modules[__name__].__class__ = _Package
+declare_with_torch()

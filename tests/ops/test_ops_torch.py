@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import counterpoint as cp
 from counterpoint import Problem, all_gather_matmul, build, matmul_reduce_scatter
-from counterpoint.ops.register import (
-    _where_it_belongs,  # pyright: ignore[reportPrivateUsage]
-)
+from counterpoint.operators import IMPLEMENTED, implementation
+from counterpoint.ops.declare import _where_it_belongs
 from counterpoint.runtime.workspace import workspace_of
 
 GATHER = Case("all_gather_matmul", "graded", (3, 3), 5, 4, bias=True)
@@ -202,7 +202,9 @@ def test_an_operator_runs_on_the_gpu_of_its_tensors(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
     monkeypatch.setattr(torch.cuda, "device", device)
-    run = _where_it_belongs("add_norm", lambda *given: len(given), int)
+    counts = replace(implementation("add_norm"), run=lambda *given: len(given))
+    monkeypatch.setitem(IMPLEMENTED, "add_norm", counts)
+    run = _where_it_belongs("add_norm")
     there = torch.ones(2).as_subclass(OnGpu3)
     for given in ((there, 1), (None, [there], "plan"), (torch.ones(2), there)):
         assert run(*given) == len(given)

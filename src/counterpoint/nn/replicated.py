@@ -86,6 +86,4 @@ def _fake_sum(x: Tensor, group_name: str, use: int) -> Tensor:
 
 
 # an operator of its own, so that a compiled graph holds it as one node
-register(
-    "sum_over_group(Tensor x, str group_name, int use) -> Tensor", _sum, _fake_sum, refuse_double
-)
+register("sum_over_group", _sum, _fake_sum, refuse_double)

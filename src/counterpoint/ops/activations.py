@@ -122,9 +122,5 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     return dh, dup[0] if dup else None, None, None, None
 
 
-_GIVEN = "Tensor h, Tensor? up, str activation, Tensor? counts, int rank"
-register(f"activated({_GIVEN}) -> Tensor", _run, _fake, _backward, _save, meets=False)
-register(
-    f"activated_gradient(Tensor dy, {_GIVEN}) -> Tensor[]",
-    _run_gradient, _fake_gradient, refuse_double_matmul, meets=False,
-)  # fmt: skip
+register("activated", _run, _fake, _backward, _save)
+register("activated_gradient", _run_gradient, _fake_gradient, refuse_double_matmul)

@@ -303,16 +303,8 @@ def _flops_of_backward(given: Any, *rest: Any, **_: object) -> int:
     return 10 * prod(given[0]) * given[1][0] * rest[-1]
 
 
-_WHERE = "bool causal, float scale, str plan, str group_name, int group_size"
-register(
-    f'{OP}(Tensor q, Tensor k, Tensor v, {_WHERE}, str layout="bshd", str requires_grad="") '
-    "-> (Tensor, Tensor)",
-    _run, _fake, _backward, _save, flops=_flops,
-)  # fmt: skip
-register(
-    f"{BACKWARD}(Tensor[] given, {_WHERE}) -> Tensor[]",
-    _run_backward, _fake_backward, refuse_double, flops=_flops_of_backward,
-)  # fmt: skip
+register(OP, _run, _fake, _backward, _save, flops=_flops)
+register(BACKWARD, _run_backward, _fake_backward, refuse_double, flops=_flops_of_backward)
 
 
 def sample(problem: Problem, group: dist.ProcessGroup, device: torch.device) -> Sample:

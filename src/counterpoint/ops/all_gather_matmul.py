@@ -36,7 +36,7 @@ from counterpoint.ops.check import (
 )
 from counterpoint.ops.plans import plan_key
 from counterpoint.ops.register import register
-from counterpoint.ops.scaled import NO_SCALES, OF_SCALES, Scaled
+from counterpoint.ops.scaled import NO_SCALES, Scaled
 from counterpoint.plan.steps import Plan
 from counterpoint.problem import Problem
 from counterpoint.runtime.ranks import group_of
@@ -546,23 +546,14 @@ def _flops(x: Any, w: Any, *_: object, out_shape: Any, **__: object) -> int:
     return sum(2 * prod(y) * each[0] for y, each in zip(results, weights, strict=True))
 
 
-_WHERE = "str plan, int[] rows, str group_name, int group_size"
-_AROUND = 'int gather_dim=0, str requires_grad=""'
+register(OP, _run, _fake, _backward, _save, flops=_flops)
+register(SEVERAL, _run_several, _fake_several, _backward_of_several, _save_several, flops=_flops)
 register(
-    f"{OP}(Tensor x, Tensor w, Tensor? bias, {_WHERE}, {OF_SCALES}, {_AROUND}) -> Tensor",
-    _run, _fake, _backward, _save, flops=_flops,
-)  # fmt: skip
-register(
-    f"{SEVERAL}(Tensor x, Tensor[] w, {_WHERE}, {_AROUND}) -> Tensor[]",
-    _run_several, _fake_several, _backward_of_several, _save_several, flops=_flops,
-)  # fmt: skip
-register(
-    f"{OP}_contracted(Tensor xt, Tensor w, {_WHERE}, int rank, {_AROUND}) -> Tensor",
-    _run_contracted, _fake_contracted, _backward_of_contracted, _save_contracted,
+    f"{OP}_contracted",
+    _run_contracted,
+    _fake_contracted,
+    _backward_of_contracted,
+    _save_contracted,
     flops=_flops,
-)  # fmt: skip
-register(
-    f"{ACTIVATED}(Tensor x, Tensor[] w, Tensor? bias, str activation, {_WHERE}, {OF_SCALES}, "
-    "Tensor? up_scale=None, int gather_dim=0) -> Tensor",
-    _run_activated, _fake_activated, flops=_flops,
-)  # fmt: skip
+)
+register(ACTIVATED, _run_activated, _fake_activated, flops=_flops)

@@ -18,8 +18,6 @@ from counterpoint.ops.backward import dtype_of
 from counterpoint.ops.call import Operator, Output, Tensors
 from counterpoint.ops.norms import (
     FP8,
-    SETTINGS,
-    TENSORS,
     Kind,
     Norm,
     backward,
@@ -191,10 +189,7 @@ def _fake(*arguments: Any) -> list[Tensor]:
     return empty_results(Norm(*settings[:3]), x, scale)
 
 
-register(
-    f"{OP}({TENSORS}, {SETTINGS}, str plan, str group_name) -> Tensor[]",
-    _run, _fake, backward, save,
-)  # fmt: skip
+register(OP, _run, _fake, backward, save)
 
 
 def sample(problem: Problem, group: dist.ProcessGroup, device: torch.device) -> Sample:

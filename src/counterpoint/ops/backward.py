@@ -185,16 +185,16 @@ def _flops_of_wgrad(x: Any, dys: Any, *_: object, **__: object) -> int:
     return 2 * sum(map(prod, dys)) * x[-1]
 
 
-_WHERE = "str plan, int[] rows, str group_name, int group_size, int rank"
-for _given, _impl, _meta, _flops in (
-    ("all_gather_matmul_backward(Tensor[] dy, Tensor x, Tensor[] w, {}) -> Tensor[]",
-     _run_gather, _fake_gather, _flops_of_gather),
-    ("matmul_reduce_scatter_backward(Tensor dy, Tensor x, Tensor w, {}) -> (Tensor, Tensor)",
-     _run_scatter, _fake_scatter, _flops_of_scatter),
-    ("all_gather_matmul_wgrad(Tensor x, Tensor[] dy, bool transposed, {}) -> Tensor[]",
-     _run_wgrad, _fake_wgrad, _flops_of_wgrad),
-):  # fmt: skip
-    register(_given.format(_WHERE), _impl, _meta, refuse_double_matmul, flops=_flops)
+register(
+    "all_gather_matmul_backward", _run_gather, _fake_gather, refuse_double_matmul,
+    flops=_flops_of_gather,
+)  # fmt: skip
+register(
+    "matmul_reduce_scatter_backward", _run_scatter, _fake_scatter, refuse_double_matmul,
+    flops=_flops_of_scatter,
+)  # fmt: skip
+register("all_gather_matmul_wgrad", _run_wgrad, _fake_wgrad, refuse_double_matmul,
+         flops=_flops_of_wgrad)  # fmt: skip
 
 
 def gradients_of_gather(

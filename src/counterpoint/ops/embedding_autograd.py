@@ -218,9 +218,4 @@ def _fake(*given: Any) -> list[Tensor]:
 
 
 # an operator, so that a compiled backward holds it as one node; its last result is empty
-register(
-    "embedding_bag_gradients(Tensor dy, Tensor[] tables, Tensor indices, Tensor offsets, "
-    "Tensor? weights, bool last, bool mean, int[] dims, int[] batch, int rank, str group_name, "
-    "str of_tables, bool of_weights) -> Tensor[]",
-    _found, _fake, refuse_double,
-)  # fmt: skip
+register("embedding_bag_gradients", _found, _fake, refuse_double)

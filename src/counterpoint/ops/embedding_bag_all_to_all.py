@@ -206,12 +206,7 @@ def _fake(*given: Any) -> Tensor:
     return g.indices.new_empty(g.batch[g.rank], columns, dtype=g.dtype)
 
 
-register(
-    f"{OP}(Tensor[] tables, Tensor indices, Tensor offsets, Tensor? weights, Tensor? anchor, "
-    "bool mean, bool last, bool sparse, int[] dims, int[] batch, ScalarType dtype, int rank, "
-    "str plan, str group_name, str update, Tensor? rates, Tensor[] sums) -> Tensor",
-    _run, _fake, backward, save,
-)  # fmt: skip
+register(OP, _run, _fake, backward, save)
 
 
 SAMPLE_TABLE_BYTES = 2 << 30  # of a rank's tables: no cache holds what is read of them

@@ -356,9 +356,4 @@ def _fake_update(*given: Any) -> tuple[Tensor, Tensor]:
 
 
 # an operator, so that a compiled backward holds it as one node; its first result is empty
-register(
-    "embedding_bag_update(Tensor dy, Tensor(a!)[] tables, Tensor(b!)[] sums, Tensor rates, "
-    "Tensor indices, Tensor offsets, Tensor? weights, bool last, bool mean, str kind, int[] dims, "
-    "int[] batch, int rank, str group_name, bool of_weights) -> (Tensor, Tensor)",
-    _update, _fake_update,
-)  # fmt: skip
+register("embedding_bag_update", _update, _fake_update)

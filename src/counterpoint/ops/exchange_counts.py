@@ -76,4 +76,4 @@ def _fake(counts: Tensor, group_name: str, group_size: int) -> Tensor:
     return counts.new_empty(group_size, counts.shape[0])
 
 
-register(f"{OP}(Tensor counts, str group_name, int group_size) -> Tensor", _run, _fake)
+register(OP, _run, _fake)

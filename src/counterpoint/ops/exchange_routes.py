@@ -291,14 +291,5 @@ def _fake_back(
     return each.new_empty(tokens, top)
 
 
-register(
-    f"{OP}(Tensor experts, Tensor weights, int num_experts, SymInt? max_rows, int islands, "
-    "bool drops, str group_name, int group_size, str requires_grad=\"\") "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _run, _fake, _backward, _save,
-)  # fmt: skip
-register(
-    "weights_back(Tensor each, Tensor numbers, Tensor lists, SymInt tokens, SymInt top, "
-    "bool on_device, str group_name, int group_size) -> Tensor",
-    _run_back, _fake_back, refuse_double,
-)  # fmt: skip
+register(OP, _run, _fake, _backward, _save)
+register("weights_back", _run_back, _fake_back, refuse_double)

@@ -61,8 +61,4 @@ def _flops(x: Any, dy: Any, *_: object, **__: object) -> int:
     return 2 * prod(x) * dy[1]
 
 
-register(
-    f"{OP}(Tensor x, Tensor dy, Tensor counts, bool transposed, str group_name, int group_size) "
-    "-> Tensor",
-    _run, _fake, refuse_double_matmul, meets=False, flops=_flops,
-)  # fmt: skip
+register(OP, _run, _fake, refuse_double_matmul, flops=_flops)

@@ -175,23 +175,14 @@ def flops_of_combine(x: Any, w: Any, *_: object, **__: object) -> int:
     return 2 * prod(x) * w[2]
 
 
-_WHERE = 'str plan, str group_name, int group_size, str requires_grad=""'
 # rows: of y. host: counts are host-known. keep: the rows that came here are the second result; if
 # they are shown to the caller, they may have a gradient. clear: rows of y beyond counts are zero
 register(
-    f"{DISPATCH}(Tensor x, Tensor w, Tensor counts, SymInt rows, bool host, bool keep, bool shown, "
-    f"bool clear, {_WHERE}) -> (Tensor, Tensor)",
-    _dispatch, _fake_dispatch, _backward_dispatch, _save_dispatch, flops=flops_of_dispatch,
-)  # fmt: skip
+    DISPATCH, _dispatch, _fake_dispatch, _backward_dispatch, _save_dispatch, flops=flops_of_dispatch
+)
 # add: to the products, row by row
-register(
-    f"{COMBINE}(Tensor x, Tensor w, Tensor counts, Tensor? add, SymInt rows, bool host, "
-    f"bool clear, {_WHERE}) -> Tensor",
-    _combine, _fake_combine, _backward_combine, _save_combine, flops=flops_of_combine,
-)  # fmt: skip
+register(COMBINE, _combine, _fake_combine, _backward_combine, _save_combine, flops=flops_of_combine)
 # keep: the rows that are summed are the second result
 register(
-    f"{COMBINE}_sum(Tensor x, Tensor w, Tensor counts, Tensor index, Tensor weights, SymInt rows, "
-    f"bool host, bool keep, {_WHERE}) -> (Tensor, Tensor)",
-    _combine_sum, _fake_sum, _backward_sum, _save_sum, flops=flops_of_combine,
-)  # fmt: skip
+    f"{COMBINE}_sum", _combine_sum, _fake_sum, _backward_sum, _save_sum, flops=flops_of_combine
+)

@@ -17,7 +17,7 @@ from counterpoint.ops.batch_invariant import add_bias
 from counterpoint.ops.call import Operator, Output, Tensors, present
 from counterpoint.ops.plans import plan_key
 from counterpoint.ops.register import once, register
-from counterpoint.ops.scaled import NO_SCALES, OF_SCALES, Scaled
+from counterpoint.ops.scaled import NO_SCALES, Scaled
 from counterpoint.plan.steps import Plan
 from counterpoint.problem import Problem
 
@@ -166,8 +166,4 @@ def _flops(x: Any, w: Any, *_: object, **__: object) -> int:
     return 2 * prod(x) * w[1]
 
 
-register(
-    f"{OP}(Tensor x, Tensor w, Tensor? bias, str plan, str group_name, int group_size, "
-    f'{OF_SCALES}, str behind="") -> Tensor',
-    _run, _fake, _backward, _save, flops=_flops,
-)  # fmt: skip
+register(OP, _run, _fake, _backward, _save, flops=_flops)

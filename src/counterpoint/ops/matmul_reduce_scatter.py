@@ -34,7 +34,7 @@ from counterpoint.ops.check import (
 )
 from counterpoint.ops.plans import plan_key
 from counterpoint.ops.register import refuse_double_matmul, register
-from counterpoint.ops.scaled import NO_SCALES, OF_SCALES, Scaled
+from counterpoint.ops.scaled import NO_SCALES, Scaled
 from counterpoint.plan.steps import Plan
 from counterpoint.problem import Problem
 
@@ -312,13 +312,5 @@ def _flops_of_sum(x: Any, w: Any, *_: object, **__: object) -> int:
     return sum(map(_flops, x, w))
 
 
-_WHERE = "str plan, int[] rows, str group_name, int group_size, int rank"
-register(
-    f"{OP}(Tensor x, Tensor w, Tensor? bias, {_WHERE}, {OF_SCALES}, int scatter_dim=0, "
-    'str requires_grad="") -> Tensor',
-    _run, _fake, _backward, _save, flops=_flops,
-)  # fmt: skip
-register(
-    f"{OP}_sum(Tensor[] x, Tensor[] w, {_WHERE}) -> Tensor",
-    _run_sum, _fake_sum, refuse_double_matmul, flops=_flops_of_sum,
-)  # fmt: skip
+register(OP, _run, _fake, _backward, _save, flops=_flops)
+register(f"{OP}_sum", _run_sum, _fake_sum, refuse_double_matmul, flops=_flops_of_sum)

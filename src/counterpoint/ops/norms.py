@@ -312,6 +312,4 @@ def backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, .
     return *own, *([None] * ctx.num_others)
 
 
-TENSORS = "Tensor x, Tensor? residual, Tensor weight, Tensor? bias, Tensor? scale"
-SETTINGS = "str kind, float eps, bool fp8"
-register(f"add_norm({TENSORS}, {SETTINGS}) -> Tensor[]", _run, _fake, backward, save, meets=False)
+register("add_norm", _run, _fake, backward, save)

@@ -1,25 +1,20 @@
 """Our operators as torch has them: what the dispatcher, compilers and autograd call."""
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from functools import wraps
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch._guards import TracingContext
-from torch.autograd import forward_ad
-from torch.fx.node import has_side_effect
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.flop_counter import register_flop_formula
 
-from counterpoint.errors import InputError, UnsupportedError
+from counterpoint.errors import UnsupportedError
+from counterpoint.operators import ALONE, IMPLEMENTED, WITHOUT_GRADIENT, Implementation
+from counterpoint.ops.declare import refuse_forward_mode
 from counterpoint.runtime.notice_board import NoticeBoard
-from counterpoint.runtime.ranks import group_of
 from counterpoint.runtime.workspace import workspaces
 
-LIBRARY = torch.library.Library("counterpoint", "FRAGMENT")
 DOUBLE = (
     "counterpoint: double backward (a gradient of a gradient) is not supported; "
     "call backward without create_graph=True"
@@ -27,11 +22,11 @@ DOUBLE = (
 
 
 def register(
-    schema: str, run: Callable[..., Any], fake: Callable[..., Any],
+    op: str, run: Callable[..., Any], fake: Callable[..., Any],
     backward: Callable[..., Any] | None = None, save: Callable[..., None] | None = None,
-    *, meets: bool = True, flops: Callable[..., int] | None = None,
+    *, flops: Callable[..., int] | None = None,
 ) -> None:  # fmt: skip
-    """Make an operator of torch's, which a compiled graph holds as one node.
+    """Say what an operator of `operators.py` does; a compiled graph holds it as one node.
 
     Of the transforms of torch.func, grad and vjp take it. Others are refused: what ranks do
     together has no batched form, a loop over the batch would meet as often as this rank's batch is
@@ -41,30 +36,21 @@ def register(
     call is refused: the graph would compute something else.
 
     Args:
-        schema: its name, arguments and results, as torch writes them.
+        op: its name.
         run: what it does, on any device; the GPU of its first tensor is then the current one.
         fake: results of the same shapes, of tensors without values.
         backward: its gradients, from a context and those of the results; None: it has none.
         save: puts into the context what `backward` needs.
         flops: of the matmuls that this rank would do in torch, from shapes in place of tensors and
             `out_shape`; what FlopCounterMode counts. None: it multiplies nothing.
-        meets: other ranks take part. A compiler then keeps a call whose result this rank ignores.
     """
-    op = schema.partition("(")[0]
-    LIBRARY.define(schema)
-    LIBRARY.impl(op, _where_it_belongs(op, run, fake), "CompositeExplicitAutograd")
-    name = f"counterpoint::{op}"
-    torch.library.register_fake(name, fake, lib=LIBRARY)
-    if backward is not None and save is not None and meets:
-        save, backward = _of_one_forward(schema, save, backward)
+    assert (backward is None) == (op in WITHOUT_GRADIENT), op
+    if backward is not None and save is not None and op not in ALONE:
+        save, backward = _of_one_forward(op, save, backward)
     transformed = _transformed(op, backward, save)
-    LIBRARY.impl(op, transformed, "FuncTorchDynamicLayerFrontMode")
+    IMPLEMENTED[op] = Implementation(run, fake, backward, save, transformed)
     if flops is not None:
         register_flop_formula(getattr(torch.ops.counterpoint, op))(flops)
-    if meets:
-        has_side_effect(getattr(torch.ops.counterpoint, op).default)
-    if backward is not None:
-        torch.library.register_autograd(name, backward, setup_context=save, lib=LIBRARY)
 
 
 Forward = tuple[NoticeBoard | None, int]  # of which group a call was, and its number
@@ -90,11 +76,11 @@ def its_backward(forward: Forward) -> Generator[None]:
 
 
 def _of_one_forward(
-    schema: str, save: Callable[..., None], backward: Callable[..., Any]
+    op: str, save: Callable[..., None], backward: Callable[..., Any]
 ) -> tuple[Callable[..., None], Callable[..., Any]]:
     """The same, where the backward's calls are those of one forward call."""
-    arguments = schema.partition("(")[2].partition(") ->")[0].split(", ")
-    at = arguments.index("str group_name")
+    arguments = getattr(torch.ops.counterpoint, op).default._schema.arguments
+    at = [a.name for a in arguments].index("group_name")
 
     def saved(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         save(ctx, inputs, output)
@@ -190,72 +176,6 @@ def refuse_vmap(op: str) -> NoReturn:
     """
     what = f"{op}: torch.func.vmap over an operator of several ranks is not supported"
     raise UnsupportedError(f"{what}; call it on the whole batch")
-
-
-def refuse_forward_mode(op: str) -> NoReturn:
-    """A derivative by torch.func.jvp or torch.autograd.forward_ad.
-
-    Raises:
-        UnsupportedError: always.
-    """
-    what = f"{op}: forward-mode derivatives (torch.func.jvp, torch.autograd.forward_ad) are not"
-    raise UnsupportedError(f"{what} supported; take torch.func.vjp, or backward")
-
-
-def _where_it_belongs(
-    op: str, run: Callable[..., Any], fake: Callable[..., Any]
-) -> Callable[..., Any]:
-    """The same, on the GPU of its first tensor that is on one: streams and kernels are of that.
-
-    Refused where the size of the group or this rank are not those of the arguments. For a compiler
-    that measures operators, on one rank alone, results without values.
-    """
-    arguments = getattr(torch.ops.counterpoint, op).default._schema.arguments
-    names = [a.name for a in arguments]
-    at = names.index("group_name") if "group_name" in names else -1
-    facts = [(names.index(name), name) for name in ("group_size", "rank") if name in names]
-    differ = [i for i, a in enumerate(arguments)
-              if a.name in ("rows", "batch") and str(a.type) == "List[int]"]  # fmt: skip
-
-    @wraps(run)
-    def there(*given: Any) -> Any:
-        if TracingContext.try_get() is not None:
-            return fake(*given)
-        if forward_ad._current_level >= 0:  # pyright: ignore[reportPrivateUsage]
-            _refuse_tangents(op, given)
-        if facts and at >= 0:
-            alike = all(len({*given[i]}) < 2 for i in differ)  # sizes are those of any rank then
-            of = [(name, given[i]) for i, name in facts if name != "rank" or not alike]
-            _refuse_other_group(op, group_of(given[at]), of)
-        for each in given:
-            for t in each if isinstance(each, list) else (each,):
-                if isinstance(t, Tensor) and t.is_cuda:
-                    if t.device.index == torch.cuda.current_device():
-                        return run(*given)
-                    with torch.cuda.device(t.device):
-                        return run(*given)
-        return run(*given)
-
-    return there
-
-
-def _refuse_other_group(
-    op: str, group: dist.ProcessGroup, facts: Sequence[tuple[str, int]]
-) -> None:
-    """Refuse a graph that was made for a group of another size, or for another rank of it."""
-    for name, given in facts:
-        now = group.size() if name == "group_size" else group.rank()
-        if given != now:
-            want = f"{now}, as group {group.group_name} has it now"
-            fix = "call torch.compiler.reset() after making groups anew"
-            raise InputError(op, name, want=want, got=given, fix=fix)
-
-
-def _refuse_tangents(op: str, given: Any) -> None:
-    """Refuse operands of torch.autograd.forward_ad."""
-    for t in tree_flatten(given)[0]:
-        if isinstance(t, Tensor) and forward_ad.unpack_dual(t).tangent is not None:
-            refuse_forward_mode(op)
 
 
 def refuse_double(ctx: object, *grads: object) -> NoReturn:

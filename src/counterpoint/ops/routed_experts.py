@@ -305,18 +305,22 @@ def _backward_combine(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     return dx if need_x else None, dw, None, None, None, dweights, *(None,) * 7
 
 
-_GIVEN = "Tensor x, Tensor w, Tensor counts, Tensor routes, Tensor lists"
-_WHERE = 'str plan, str group_name, int group_size, str requires_grad=""'
 # rows: of y. keep: the rows that came here are the second result. top: experts of a token, where
 # the device alone knows the routes; else 0
 register(
-    f"all_to_all_matmul_routed({_GIVEN}, SymInt rows, bool keep, SymInt top, {_WHERE})"
-    " -> (Tensor, Tensor)",
-    _dispatch, _fake_dispatch, _backward_dispatch, _save_dispatch, flops=flops_of_dispatch,
-)  # fmt: skip
+    "all_to_all_matmul_routed",
+    _dispatch,
+    _fake_dispatch,
+    _backward_dispatch,
+    _save_dispatch,
+    flops=flops_of_dispatch,
+)
 # weights: of rows; None is 1. add: to the products, row by row. tokens: rows of y
 register(
-    f"matmul_all_to_all_routed({_GIVEN}, Tensor? weights, Tensor? add, SymInt tokens, "
-    f"SymInt top, {_WHERE}) -> Tensor",
-    _combine, _fake_combine, _backward_combine, _save_combine, flops=flops_of_combine,
-)  # fmt: skip
+    "matmul_all_to_all_routed",
+    _combine,
+    _fake_combine,
+    _backward_combine,
+    _save_combine,
+    flops=flops_of_combine,
+)

@@ -179,16 +179,6 @@ def _backward(ctx: Any, dweights: Tensor | None, _: object) -> tuple[Tensor | No
     return dlogits, None, None
 
 
-register(
-    "choose_experts(Tensor logits, int top_k, bool renormalize) -> (Tensor, Tensor)",
-    _choose, _fake_choose, _backward, _save, meets=False,
-)  # fmt: skip
-register(
-    "choose_experts_gradient(Tensor dweights, Tensor weights, Tensor experts, Tensor logits, "
-    "bool renormalize) -> Tensor",
-    _choose_gradient, _fake_gradient, refuse_double_matmul, meets=False,
-)  # fmt: skip
-register(
-    "order_by_expert(Tensor experts, int num_experts) -> (Tensor, Tensor, Tensor)",
-    _order, _fake_order, meets=False,
-)  # fmt: skip
+register("choose_experts", _choose, _fake_choose, _backward, _save)
+register("choose_experts_gradient", _choose_gradient, _fake_gradient, refuse_double_matmul)
+register("order_by_expert", _order, _fake_order)

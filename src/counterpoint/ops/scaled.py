@@ -54,7 +54,6 @@ class Scaled(NamedTuple):
 
 Scales = tuple[Tensor | None, Tensor | None]  # of x, of w; both or none
 NO_SCALES: Scales = (None, None)
-OF_SCALES = "Tensor? x_scale=None, Tensor? w_scale=None"  # in the schemas of operators
 
 
 def apart(op: str, x: Any, w: Any, group: Any) -> tuple[Tensor, Tensor, Scales]:

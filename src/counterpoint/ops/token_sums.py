@@ -109,12 +109,5 @@ def _fake_gradient(
 
 
 # operators of their own, so that a compiled backward holds each as one node
-register(
-    "token_sum(Tensor rows, Tensor index) -> Tensor",
-    _sum, _fake_sum, refuse_double_matmul, meets=False,
-)  # fmt: skip
-register(
-    "token_sum_gradient(Tensor dout, Tensor index, Tensor weights, SymInt rows, Tensor? y) -> "
-    "(Tensor, Tensor)",
-    _gradient, _fake_gradient, refuse_double_matmul, meets=False,
-)  # fmt: skip
+register("token_sum", _sum, _fake_sum, refuse_double_matmul)
+register("token_sum_gradient", _gradient, _fake_gradient, refuse_double_matmul)

@@ -106,8 +106,4 @@ def _fake(
     return y, weights.new_empty(0 if other is None else rows.shape[0])
 
 
-register(
-    "weighted_rows(Tensor rows, Tensor weights, Tensor? other, Tensor? counts, str group_name) "
-    "-> (Tensor, Tensor)",
-    _run, _fake, refuse_double_matmul, meets=False,
-)  # fmt: skip
+register("weighted_rows", _run, _fake, refuse_double_matmul)
