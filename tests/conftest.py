@@ -12,6 +12,8 @@ from loud_skips import NOT_TESTED
 if TYPE_CHECKING:
     from rankpool import RankPool
 
+pytest_plugins = ["drawing"]
+
 # the same examples in each run, however slow the machine is
 settings.register_profile(
     "repeatable", deadline=None, derandomize=True, database=None,

@@ -120,6 +120,7 @@ def test_a_batch_is_refused_on_the_legacy_stream(ends):
         copy_batch_async(copies, torch.cuda.default_stream().cuda_stream)
     meet()
     assert (ends.target.local() == SENTINEL).all(), "a refused batch has copied"
+    meet()  # all have looked
     copies_async(copies, torch.cuda.default_stream().cuda_stream, capturing=False)
     meet()
     for i in range(4):

@@ -66,7 +66,7 @@ def test_default_arguments_never_wait(gpus, kind, plan):
 def test_tokens_change_from_call_to_call_without_a_wait(gpus):
     """Sizes that are known: each rank goes through its own."""
     layer, rank = layer_of(gpus), dist.get_rank()
-    sizes = [96, 40 + 8 * rank, 96, 130 - 60 * rank, 17]
+    sizes = [96, 40 + 8 * rank, 96, 130 - 16 * rank, 17]
     given = [leaves_of(gpus, tokens, layer, i) for i, tokens in enumerate(sizes)]
     wants = [step(layer, *each) for each in given]
     with no_waits():

@@ -1,0 +1,84 @@
+"""Which cases of a grid `make test` runs. `make test-all` runs every one.
+
+    @pytest.mark.drawn(6)  # of 120
+    @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("op", OPS)
+
+Cases are drawn by a seed, which pytest prints. Each value of each parameter is among them where
+their number allows it, then as many pairs of values of two parameters as it allows.
+"""
+
+import random
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from itertools import combinations
+from typing import Any
+
+import pytest
+
+SEED = 0
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all-cases", action="store_true", help="run every case of each grid")
+    parser.addoption("--draw", type=int, default=SEED, help="seed of the cases that are drawn")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "drawn(count): `make test` runs so many cases of this grid")
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    if config.getoption("--all-cases"):
+        return "all cases of each grid"
+    return f"cases of large grids drawn by --draw {config.getoption('--draw')}; --all-cases for all"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what is not drawn. A case that is named on the command line is run."""
+    named = any("[" in argument for argument in config.args)
+    if config.getoption("--all-cases") or named:
+        return
+    grids: defaultdict[str, list[Any]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("drawn"):
+            grids[item.nodeid.partition("[")[0]].append(item)
+    left_out = set[pytest.Item]()
+    for name, cases in grids.items():
+        (count,) = cases[0].get_closest_marker("drawn").args
+        grid = [getattr(case, "callspec").indices for case in cases]  # noqa: B009 (pytest's own)
+        kept = drawn(grid, count, f"{config.getoption('--draw')} {name}")
+        left_out |= {case for i, case in enumerate(cases) if i not in kept}
+    items[:] = [item for item in items if item not in left_out]
+    config.hook.pytest_deselected(items=[*left_out])
+
+
+def drawn(cases: Sequence[Mapping[str, int]], count: int, seed: str) -> set[int]:
+    """Which of `cases` are run: `count`, or all if there are no more.
+
+    Args:
+        cases: which value of each parameter a case has.
+        count: at least 1, so that no grid is without a case.
+        seed: the same cases for the same one, in whatever process.
+    """
+    assert count >= 1
+    left = list(range(len(cases)))
+    random.Random(seed).shuffle(left)
+    values = [set(case.items()) for case in cases]
+    pairs = [set(combinations(sorted(case.items()), 2)) for case in cases]
+    kept, met, met_pairs = set[int](), set[object](), set[object]()
+    while left and len(kept) < count:
+        best = max(left, key=lambda i: (len(values[i] - met), len(pairs[i] - met_pairs)))
+        left.remove(best)
+        kept.add(best)
+        met |= values[best]
+        met_pairs |= pairs[best]
+    return kept
+
+
+@pytest.fixture(scope="session")
+def thorough(request: pytest.FixtureRequest) -> bool:
+    """Whether all is run: of a test that repeats itself, as often as it can."""
+    return bool(request.config.getoption("--all-cases"))

@@ -1,0 +1,39 @@
+"""Cases that `make test` draws of grids."""
+
+import ast
+from itertools import combinations, product
+from pathlib import Path
+
+import pytest
+from drawing import drawn
+
+GRID = [{"ranks": a, "dtype": b, "op": c} for a, b, c in product(range(4), range(3), range(5))]
+
+
+@pytest.mark.parametrize("seed", ["0", "1", "2"])
+def test_each_value_is_met_and_then_each_pair(seed: str):
+    few = [GRID[i] for i in drawn(GRID, 5, seed)]
+    assert {v for case in few for v in case.items()} == {v for case in GRID for v in case.items()}
+    more = [GRID[i] for i in drawn(GRID, 30, seed)]
+    met = {pair for case in more for pair in combinations(case.items(), 2)}
+    assert met == {pair for case in GRID for pair in combinations(case.items(), 2)}
+
+
+def test_the_seed_says_which_and_none_is_drawn_twice():
+    assert drawn(GRID, 7, "3 a") == drawn(GRID, 7, "3 a") != drawn(GRID, 7, "4 a")
+    assert drawn(GRID, 100, "0") == set(range(len(GRID))) and len(drawn(GRID, 1, "0")) == 1
+
+
+def test_every_grid_has_a_case_in_make_test():
+    """No other mark or option leaves tests out: a grid that is drawn from keeps one at least."""
+    tests = Path(__file__).parent
+    for file in tests.rglob("test_*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.mark.drawn":
+                (count,) = node.args
+                assert isinstance(count, ast.Constant) and count.value >= 1, file
+    for name in ("../Makefile", "../pyproject.toml"):
+        text = (tests / name).read_text()
+        assert "--deselect" not in text and "--ignore" not in text and "-m " not in text.replace(
+            "-m pytest", ""
+        ).replace("-m shows", "").replace("-m benchmarks", "").replace("-m counterpoint", "")
