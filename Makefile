@@ -7,7 +7,7 @@ VENV := .venv
 SETUP := .ci/setup.py pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test docs package faults interrupts models islands gpu readme support clean
+.PHONY: help demo test test-all docs package faults interrupts models islands gpu readme support clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' Makefile
@@ -15,8 +15,7 @@ help:  ## this list
 demo: $(VENV)/.ready-run  ## every plan of two operators, checked, and a picture of what they bring; CPU ranks, or GPUs if there are two (ARGS="--ranks 2")
 	@PYTHONPATH=src $(VENV)/bin/python -m counterpoint demo $(ARGS)
 
-test: $(VENV)/.ready-dev  ## all checks: ruff, pyright, pytest (ARGS="-k graded" for pytest)
-	@echo "make test takes about 25 minutes on 2 cores, more the first time: kernels are compiled"
+test: $(VENV)/.ready-dev  ## all checks: ruff, pyright, pytest with cases drawn of large grids (ARGS="-k graded" for pytest)
 	@echo "[1/4] ruff check"
 	@$(VENV)/bin/ruff check --quiet .
 	@echo "[2/4] ruff format"
@@ -25,6 +24,9 @@ test: $(VENV)/.ready-dev  ## all checks: ruff, pyright, pytest (ARGS="-k graded"
 	@PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(VENV)/bin/pyright
 	@echo "[4/4] pytest"
 	@$(VENV)/bin/python -m pytest -n auto --dist worksteal $(ARGS)
+
+test-all:  ## the same with every case of each grid
+	@$(MAKE) --no-print-directory test ARGS="--all-cases $(ARGS)"
 
 docs: $(VENV)/.ready-docs  ## the site, to out/site: every warning is an error, and its pages fetch nothing
 	@NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build

@@ -1,12 +1,14 @@
 """Cases that `make test` draws of grids."""
 
 import ast
+import re
 from itertools import combinations, product
 from pathlib import Path
 
 import pytest
 from drawing import drawn
 
+MAKEFILE = Path(__file__).parents[1] / "Makefile"
 GRID = [{"ranks": a, "dtype": b, "op": c} for a, b, c in product(range(4), range(3), range(5))]
 
 
@@ -32,8 +34,6 @@ def test_every_grid_has_a_case_in_make_test():
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.mark.drawn":
                 (count,) = node.args
                 assert isinstance(count, ast.Constant) and count.value >= 1, file
-    for name in ("../Makefile", "../pyproject.toml"):
-        text = (tests / name).read_text()
-        assert "--deselect" not in text and "--ignore" not in text and "-m " not in text.replace(
-            "-m pytest", ""
-        ).replace("-m shows", "").replace("-m benchmarks", "").replace("-m counterpoint", "")
+    recipes = dict(re.findall(r"^(test|test-all):.*\n((?:\t.*\n)+)", MAKEFILE.read_text(), re.M))
+    assert "--all-cases" in recipes["test-all"]
+    assert not re.search(r"pytest.* (-m|-k|--deselect|--ignore) ?", recipes["test"])
