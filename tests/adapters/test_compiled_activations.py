@@ -134,6 +134,7 @@ def made(
     return sequence_parallel(model, "down", dtype, (batch, ranks * S, DIM))
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(("form", "act", "said"), [
     ("two", F.silu, "of 2 weights with silu_mul"),
     ("turned", swish, "of 2 weights with silu_mul"),
@@ -176,6 +177,7 @@ APART = [
 ]
 
 
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize(("form", "operator", "apart"), APART)
 @on_ranks(2)
 def test_what_stays_apart(rank: int, ranks: int, form: str, operator: str, apart: str):

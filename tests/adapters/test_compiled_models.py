@@ -71,6 +71,7 @@ def mlp(dim: int, ranks: int, dtype: torch.dtype) -> tuple[nn.Module, Tensor]:
     return parallelize_module(model, mesh, plan), x.chunk(ranks, dim)[dist.get_rank()].clone()
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("name", NAMES)
 @on_ranks(2)
 def test_models_of_torch(rank: int, world_size: int, name: str):
@@ -84,6 +85,7 @@ def test_models_of_torch(rank: int, world_size: int, name: str):
     return worse(make, matched=COLLECTIVES[form], train=name != DECODE)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("name", ["llama", "gpt2 tp"])
 @on_ranks(4)
 def test_models_on_4_ranks_in_bf16(rank: int, world_size: int, name: str):
@@ -94,6 +96,7 @@ def test_models_on_4_ranks_in_bf16(rank: int, world_size: int, name: str):
     return worse(make, matched=COLLECTIVES[name], dtype=torch.bfloat16)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("dim", [0, 1, 2])
 @on_ranks(2)
 def test_any_dim_is_gathered_and_scattered(rank: int, world_size: int, dim: int):
@@ -106,6 +109,7 @@ def test_sizes_that_differ_from_call_to_call(rank: int, world_size: int):
     return worse(lambda dtype: mlp(1, world_size, dtype), matched=4, dynamic=True)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("name", MERGED)
 @on_ranks(2)
 def test_sums_of_all_reduces_are_joined_where_asked(rank: int, world_size: int, name: str):
@@ -210,6 +214,7 @@ class Form(nn.Module):
         return scattered(y, "sum", 1, group)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("form", ["matmul", "einsum"])
 @on_ranks(2)
 def test_other_ways_to_write_a_product(rank: int, world_size: int, form: str):

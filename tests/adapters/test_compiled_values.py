@@ -65,6 +65,7 @@ def test_casts_that_keep_every_value_are_none():
     assert cast_to((F32,), F32) == (F32,)
 
 
+@pytest.mark.drawn(9)
 @pytest.mark.parametrize("casts", [
     (I32, F32), (torch.bool, F32), (F8, F32), (F64, F32), (BF16, I32, F32), (I8, F8, F32),
     (torch.uint8, F16, F32), (I32,), (F64, I32, torch.bool, F32),

@@ -92,6 +92,7 @@ def sharded(
     return model, x.chunk(ranks, 1)[dist.get_rank()].clone()
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(("batch", "bias"), [(1, False), (3, True)])
 @on_ranks(2)
 def test_attention_and_mlp_side_by_side(rank: int, world_size: int, batch: int, bias: bool):

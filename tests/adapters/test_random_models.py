@@ -6,9 +6,9 @@ from random_models import as_written, by_inductor
 from rankpool import RankPool
 
 
-def test_models_as_written(pool: RankPool):
-    assert not as_written(pool, range(8), 0)
+def test_models_as_written(pool: RankPool, thorough: bool):
+    assert not as_written(pool, range(8 if thorough else 2), 0)
 
 
-def test_models_by_inductor_cold_warm_and_on_other_ranks(tmp_path: Path):
-    assert not by_inductor(range(3, 6), 2, str(tmp_path))
+def test_models_by_inductor_cold_warm_and_on_other_ranks(tmp_path: Path, thorough: bool):
+    assert not by_inductor(range(3, 6 if thorough else 4), 2, str(tmp_path))

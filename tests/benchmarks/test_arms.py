@@ -116,6 +116,7 @@ def rows_of(rank: int, ranks: int, name: str) -> list[dict[str, Any]]:
         return measured(benchmark, case, Bench(world(), torch.device("cpu"), rounds=2))
 
 
+@pytest.mark.drawn(12)
 @pytest.mark.parametrize("name", CASES)
 def test_arms_are_right_and_give_rows(pool: RankPool, name: str):
     rows, *_ = pool.run(rows_of, 2, name, timeout_s=90)
@@ -148,6 +149,7 @@ def steps_of(rank: int, ranks: int, which: str, planted: str) -> list[dict[str, 
         return measured(benchmark, Case("small", {}), Bench(world(), torch.device("cpu")))
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("which", "ranks"), [("dlrm", 2), ("dlrm, Zipf", 3), ("paper", 2), ("3", 2), ("1", 3)]
 )
@@ -166,6 +168,7 @@ def test_steps(pool: RankPool, which: str, ranks: int):
     assert set(sides) <= set(found) and not any("error" in found[side] for side in sides)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("which", "arm"),
     [
@@ -248,6 +251,7 @@ def soaked(rank: int, op: str, bench: Bench) -> tuple[list[bool], list[bool], st
     return quiet, off, ""
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("op", soak.CALLS)
 def test_a_soak_counts_what_is_wrong(pool: RankPool, op: str):
     for quiet, off, error in pool.run(compared, 2, op, timeout_s=90):

@@ -46,6 +46,7 @@ def _as(sharded: torch.Tensor, whole: torch.Tensor, rank: int, ranks: int) -> to
     return whole
 
 
+@pytest.mark.drawn(8)
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("name", SHARDED)
 def test_a_sharded_model_is_as_the_whole_one(pool: RankPool, name: str, ranks: int):

@@ -34,6 +34,7 @@ def rows_of(rank: int, ranks: int, step: str) -> list[dict[str, Any]]:
         return runner.measured(benchmark, case_of(step, "toy", 2, sequence=16), bench)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(("step", "collectives"), [
     ("train", {"all_gather_into_tensor": 4, "reduce_scatter_tensor": 4}),
     ("decode", {"all_reduce": 2}),

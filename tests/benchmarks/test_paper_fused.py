@@ -33,6 +33,7 @@ def sliced_rows(rank: int, ranks: int, experiment: str) -> list[dict[str, Any]]:
         return measured(paper_fused.PAPER_FUSED, case, bench)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("experiment", paper_fused.EXPERIMENTS)
 def test_every_way_stores_the_same(pool: RankPool, experiment: str):
     rows, *_ = pool.run(sliced_rows, 2, experiment, timeout_s=120)
@@ -112,6 +113,7 @@ def interleaved(rank: int, processes: int, ranks: int, order: int) -> list[int]:
     return wrong
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("order", [0, 1, 2])
 def test_in_every_order_of_programs(pool: RankPool, order: int):
     assert pool.run(interleaved, 1, 4, order, timeout_s=120) == [[]]

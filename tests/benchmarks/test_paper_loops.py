@@ -72,6 +72,7 @@ def grid_rows(rank: int, ranks: int, off: str = "") -> list[Row]:
             return error.rows
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("name", ["cuBLAS", "tile"])
 def test_arms_of_a_pair(pool: RankPool, name: str):
     rows, *_ = pool.run(rows_of, 2, name, timeout_s=120)

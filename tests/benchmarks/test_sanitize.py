@@ -37,6 +37,7 @@ def test_every_kernel_is_launched_or_left_out():
     assert not sanitize.EXPECTED & set(sanitize.LEFT_OUT)
 
 
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize("name", sanitize.CASES)
 @on_ranks(sanitize.RANKS)
 def test_cases_hold_on_cpu_ranks(rank: int, ranks: int, name: str):

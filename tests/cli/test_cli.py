@@ -164,6 +164,7 @@ def test_a_terminal_without_these_characters_shows_others(tmp_path: Path):
     assert text.endswith(f"{tmp_path}/?.json\n") and (tmp_path / "▒.json").exists()
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("moment", ["Loading", "on 2 CPU ranks", "✓"])
 def test_ctrl_c_stops_the_demo_and_all_that_it_started(moment: str, tmp_path: Path):
     environment = {"PYTHONPATH": ":".join(sys.path)}

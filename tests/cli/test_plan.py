@@ -59,6 +59,7 @@ def test_it_says_what_choose_says(op: str, machine: str, ranks: int):
     assert rows["serial"][:2] == [f"{serial.seconds * 1e6:.1f}", "1.00"]
 
 
+@pytest.mark.drawn(10)
 @pytest.mark.parametrize("by", ["model", "rule"])
 @pytest.mark.parametrize("op", OPS)
 def test_every_operator_is_planned_for(op: str, by: str):

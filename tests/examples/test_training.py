@@ -21,6 +21,7 @@ def script(name: str) -> str:
     return str(EXAMPLES / f"{name}.py")
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("name", "ranks", "options", "steps", "off", "learnt"),
     [
@@ -61,6 +62,7 @@ def trained(rank: int, world_size: int, name: str, options: dict[str, Any]) -> s
     return said.getvalue()
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(
     ("name", "ranks", "options"),
     [

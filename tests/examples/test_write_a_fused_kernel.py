@@ -22,6 +22,7 @@ SAID = {
 CALLS = 6
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("name", SAID)
 def test_it_runs_as_a_user_runs_it(name: str):
     assert SAID[name] in python("-W", FROM_NUMPY_2_4, str(FOLDER / f"{name}.py"), "--ranks", "2")
@@ -44,6 +45,7 @@ def test_a_sum_has_the_bits_of_its_order(rank: int, ranks: int, numel: int):
     return wrong
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 1, 1), (17, 65, 33)])
 @on_ranks(2, 4)
 def test_a_scattered_product_is_as_good_as_torchs(rank: int, ranks: int, m: int, n: int, k: int):

@@ -64,6 +64,7 @@ def problem_of(op: str, shape: str, ranks: int, **options: object) -> Problem:
     return make_problem(op, sum(mine), n, k, ranks, rows=mine, **options)
 
 
+@pytest.mark.drawn(96)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("shape", SHAPES)
@@ -78,6 +79,7 @@ def test_every_family_is_right(op: str, ranks: int, shape: str):
             prove_or_refuse(case, spec)
 
 
+@pytest.mark.drawn(24)
 @pytest.mark.parametrize(("ranks", "islands"), [(2, 2), (4, 2), (6, 3), (6, 2)])
 @pytest.mark.parametrize("op", OPS)
 def test_every_family_is_right_on_islands(op: str, ranks: int, islands: int):
@@ -92,6 +94,7 @@ def test_every_family_is_right_on_islands(op: str, ranks: int, islands: int):
                 prove_or_refuse(case, spec)
 
 
+@pytest.mark.drawn(12)
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("shape", ["even", "unequal"])
 def test_every_family_is_right_on_eight_ranks(op: str, shape: str):
@@ -100,6 +103,7 @@ def test_every_family_is_right_on_eight_ranks(op: str, shape: str):
         prove_or_refuse(case, spec)
 
 
+@pytest.mark.drawn(12)
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 @pytest.mark.parametrize("op", OPS)
 def test_every_family_is_right_in_other_dtypes(op: str, dtype: str):
@@ -123,6 +127,7 @@ def test_each_family_takes_some_of_these_problems(op: str):
     assert families(op)[0] == "serial"
 
 
+@pytest.mark.drawn(20)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("op", OPS)
 def test_every_candidate_is_right(op: str, ranks: int):
@@ -181,6 +186,7 @@ def test_random_problems_and_specs_are_right(case: tuple[Problem, str]):
         assert simulate(plan, seed=case[0].n)
 
 
+@pytest.mark.drawn(16)
 @pytest.mark.parametrize("splits", [(17, 0), (0, 2, 15), (9, 8), (17,)], ids=str)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("op", [AG, RS, AG_WGRAD, AG_BACKWARD])

@@ -6,7 +6,6 @@ shares no reasoning with validate.
 
 from collections import Counter
 from dataclasses import dataclass
-from functools import cache
 from itertools import islice, product
 from random import Random
 from typing import Any, NamedTuple
@@ -288,14 +287,15 @@ def accepts(plan: Plan) -> bool:
     return True
 
 
-@cache
-def results() -> list[Result]:
+def results(thorough: bool) -> list[Result]:
+    """Of all cases, or every fourth of the first case of each family and kind of counts."""
     found: list[Result] = []
+    first = {(case.op, case.spec.split()[0], case.counts): case for case in reversed(CASES)}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("counterpoint.plan.validate.HappensBefore", Noted)
-        for case in CASES:
+        for case in CASES if thorough else first.values():
             plan = plan_of(case)
-            for what, mutant in mutants(plan):
+            for what, mutant in islice(mutants(plan), 0, None, 1 if thorough else 4):
                 before, refused = Noted.found, not accepts(mutant)
                 plausible = Noted.found > before
                 kept = mutant if plausible or not refused else None
@@ -371,10 +371,10 @@ def _overlap(r: Region, q: Region) -> bool:
     return (r.buffer, r.at) == (q.buffer, q.at) and not apart
 
 
-def at_least_95_of_100_mutants_are_refused() -> None:
-    count = len(results())
-    refused = sum(r.refused for r in results())
-    plausible = [r for r in results() if r.plausible]
+def at_least_95_of_100_mutants_are_refused(found: list[Result], thorough: bool) -> None:
+    count = len(found)
+    refused = sum(r.refused for r in found)
+    plausible = [r for r in found if r.plausible]
     caught = sum(r.refused for r in plausible)
     print(f"{count} mutants, {refused} refused ({refused / count:.2%})")
     print(f"{len(plausible)} of them plausible, {caught} refused ({caught / len(plausible):.2%})")
@@ -386,37 +386,42 @@ def at_least_95_of_100_mutants_are_refused() -> None:
     assert caught / len(plausible) >= 0.85
 
 
-def at_least_95_of_100_mutants_between_islands_are_refused() -> None:
+def at_least_95_of_100_mutants_between_islands_are_refused(
+    found: list[Result], thorough: bool
+) -> None:
     """Of each operator by itself; what is accepted of them is of the table, as of all others."""
     refused: dict[str, list[bool]] = {}
-    for r in results():
+    for r in found:
         if r.plan.peers == "grid":
             refused.setdefault(r.plan.problem.op, []).append(r.refused)
     assert set(refused) == {op for op in OPS if "islands" in families(op)}
     for op, each in refused.items():
         print(f"{op} between islands: {len(each)} mutants, {sum(each) / len(each):.2%} refused")
-    assert all(len(each) > 500 for each in refused.values())
+    assert all(len(each) > (500 if thorough else 30) for each in refused.values())
     assert all(sum(each) / len(each) >= 0.95 for each in refused.values())
 
 
-def every_kind_of_mutation_occurs_and_is_refused_at_times() -> None:
-    made = Counter(r.what.partition(": ")[0] for r in results())
-    refused = Counter(r.what.partition(": ")[0] for r in results() if r.refused)
+def every_kind_of_mutation_occurs_and_is_refused_at_times(
+    found: list[Result], thorough: bool
+) -> None:
+    made = Counter(r.what.partition(": ")[0] for r in found)
+    refused = Counter(r.what.partition(": ")[0] for r in found if r.refused)
     assert set(made) == set(refused)
-    assert {"step", "edge", "wait", "post", "signal", "slot", "slots", "signal peer", "at", "shard",
+    known = {"step", "edge", "wait", "post", "signal", "slot", "slots", "signal peer", "at", "shard",
             "chunk", "cols", "rows", "buffer", "read", "pair", "arg", "bias", "swap", "lane",
-            "memory", "batch", "write", "setting", "spins", "activation"} == set(made)  # fmt: skip
+            "memory", "batch", "write", "setting", "spins", "activation"}  # fmt: skip
+    assert known == set(made) if thorough else known >= set(made)
     never_accepted = {"step", "wait", "post", "signal", "slot", "signal peer",
                       "at", "shard", "chunk", "cols", "rows", "read", "pair", "arg",
                       "bias", "write", "setting", "spins", "activation"}  # fmt: skip
     assert all(made[kind] == refused[kind] for kind in never_accepted)
-    assert made["edge"] - refused["edge"] == 5
+    assert not thorough or made["edge"] - refused["edge"] == 5
 
 
-def a_kernel_of_ours_stands_only_as_its_family_has_it() -> None:
+def a_kernel_of_ours_stands_only_as_its_family_has_it(found: list[Result], thorough: bool) -> None:
     """So does a plan whose counts differ: its boxes are those of equal counts."""
     ours = [
-        r for r in results()
+        r for r in found
         if any(s.kind == "fused" or s.arg("transport") for s in r.plan.steps)
         or r.plan.problem.counts != "equal"
     ]  # fmt: skip
@@ -430,7 +435,7 @@ def a_kernel_of_ours_stands_only_as_its_family_has_it() -> None:
         (COMBINE, "routed"),
         *product((DISPATCH, COMBINE), ("serial", "grouped")),
     }  # fmt: skip
-    assert len(ours) > 1500
+    assert len(ours) > (1500 if thorough else 300)
     assert [f"{r.case}: {r.what}" for r in ours if not r.refused] == []
 
 
@@ -477,37 +482,41 @@ def test_what_stands_around_the_kernel_of_an_island_is_proved(op: str, right: se
     assert {what for what, _ in accepted} == right and len(every) > 100
 
 
-def accepted_mutants_are_those_of_the_table() -> None:
-    accepted = [r for r in results() if not r.refused]
+def accepted_mutants_are_those_of_the_table(found: list[Result], thorough: bool) -> None:
+    accepted = [r for r in found if not r.refused]
     classes = [class_of(r.plan, r.what, r.kept) for r in accepted]
-    strange = [r for r, found in zip(accepted, classes, strict=True) if not found]
+    strange = [r for r, name in zip(accepted, classes, strict=True) if not name]
     assert [f"{r.case}: {r.what}" for r in strange] == []
-    assert set(classes) == set(STILL_RIGHT)
+    assert set(classes) == set(STILL_RIGHT) or not thorough
 
 
-def accepted_mutants_compute_the_op_in_every_schedule() -> None:
-    for r in results():
+def accepted_mutants_compute_the_op_in_every_schedule(found: list[Result], thorough: bool) -> None:
+    for r in found:
         if not r.refused:
             for seed in range(SCHEDULES):
                 assert simulate(r.kept, seed), f"{r.case}: {r.what}, schedule {seed}"
 
 
-def accepted_double_mutants_compute_the_op_in_every_schedule() -> None:
+def accepted_double_mutants_compute_the_op_in_every_schedule(
+    found: list[Result], thorough: bool
+) -> None:
     """Two slips may make up for one another; what validate then accepts has to be right."""
     random = Random(0)
     accepted = 0
-    right = [r for r in results() if not r.refused]
-    wrong = [r for r in results() if r.refused and r.plausible]
-    for first in random.sample(right, 60) + random.sample(wrong, 120):
+    right = [r for r in found if not r.refused]
+    wrong = [r for r in found if r.refused and r.plausible]
+    few = 1 if thorough else 4
+    for first in random.sample(right, 60 // few) + random.sample(wrong, 120 // few):
         for what, second in islice(mutants(first.kept), random.randrange(20), None, 20):
             if accepts(second):
                 accepted += 1
                 for seed in range(SCHEDULES):
                     place = f"{first.case}: {first.what}, {what}, schedule {seed}"
                     assert simulate(second, seed), place
-    assert accepted > 20
+    assert accepted > (20 if thorough else 2)
 
 
+@pytest.mark.drawn(70)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_simulator_agrees_on_plans_that_are_right(case: Case):
     plan = plan_of(case)
@@ -515,12 +524,12 @@ def test_the_simulator_agrees_on_plans_that_are_right(case: Case):
     assert all(simulate(plan, seed) for seed in range(20))
 
 
-def the_simulator_sees_what_is_wrong() -> None:
+def the_simulator_sees_what_is_wrong(found: list[Result], thorough: bool) -> None:
     """Without this, that it agrees would say nothing."""
     kinds = {"step", "edge", "signal", "at", "shard", "pair", "buffer", "bias"}
-    wrong = [r for r in results()
+    wrong = [r for r in found
              if r.plausible and r.refused and r.what.partition(": ")[0] in kinds]  # fmt: skip
-    seen, tried = 0, Random(0).sample(wrong, 1500)
+    seen, tried = 0, Random(0).sample(wrong, 1500 if thorough else 200)
     for r in tried:
         try:
             seen += not all(simulate(r.kept, seed) for seed in range(SCHEDULES))
@@ -537,13 +546,14 @@ def test_cases_hold_every_family_of_every_op():
     assert {len(case.rows) for case in CASES} == {2, 3, 4}
 
 
-def test_mutants():
+def test_mutants(thorough: bool):
     """One test, so that one process makes the mutants, once."""
-    at_least_95_of_100_mutants_are_refused()
-    at_least_95_of_100_mutants_between_islands_are_refused()
-    every_kind_of_mutation_occurs_and_is_refused_at_times()
-    a_kernel_of_ours_stands_only_as_its_family_has_it()
-    accepted_mutants_are_those_of_the_table()
-    accepted_mutants_compute_the_op_in_every_schedule()
-    accepted_double_mutants_compute_the_op_in_every_schedule()
-    the_simulator_sees_what_is_wrong()
+    found = results(thorough)
+    at_least_95_of_100_mutants_are_refused(found, thorough)
+    at_least_95_of_100_mutants_between_islands_are_refused(found, thorough)
+    every_kind_of_mutation_occurs_and_is_refused_at_times(found, thorough)
+    a_kernel_of_ours_stands_only_as_its_family_has_it(found, thorough)
+    accepted_mutants_are_those_of_the_table(found, thorough)
+    accepted_mutants_compute_the_op_in_every_schedule(found, thorough)
+    accepted_double_mutants_compute_the_op_in_every_schedule(found, thorough)
+    the_simulator_sees_what_is_wrong(found, thorough)

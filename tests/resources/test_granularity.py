@@ -139,6 +139,7 @@ def assert_as_accurate_as(got: Tensor, plain: Tensor, want: Tensor) -> None:
     assert errors[0] <= 2 * errors[1], errors
 
 
+@pytest.mark.drawn(8)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", CALLS)
 def test_cut_products_and_their_launches(name: str, dtype: torch.dtype):

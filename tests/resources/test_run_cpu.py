@@ -42,6 +42,7 @@ def expected(op: str, reduction: str, rank: int, products: list[Tensor]) -> Tens
     return found[op].float()
 
 
+@pytest.mark.drawn(8)
 @pytest.mark.parametrize(
     ("op", "reduction"),
     [

@@ -9,6 +9,7 @@ from rankpool import RankPool
 from torch._C._distributed_c10d import TCPStore
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("number", range(12), ids=lambda n: f"{n} {tuple(KINDS)[n % len(KINDS)]}")
 def test_every_survivor_names_who_failed_in_time(pool: RankPool, number: int):
     assert problems_of(trial_of(number), pool) == []

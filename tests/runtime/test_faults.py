@@ -154,6 +154,7 @@ def reports_of(pool: RankPool, case: Case, fault: str, folder: Path) -> list[Rep
     return reports
 
 
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize(
     ("case", "fault"),
     [
