@@ -10,12 +10,13 @@ SETUP := .ci/setup.py pyproject.toml constraints.txt
 .PHONY: help demo test test-all docs package faults interrupts models islands gpu readme support clean
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
 
 demo: $(VENV)/.ready-run  ## every plan of two operators, checked, and a picture of what they bring; CPU ranks, or GPUs if there are two (ARGS="--ranks 2")
 	@PYTHONPATH=src $(VENV)/bin/python -m counterpoint demo $(ARGS)
 
 test: $(VENV)/.ready-dev  ## all checks: ruff, pyright, pytest with cases drawn of large grids (ARGS="-k graded" for pytest)
+	@$(VENV)/bin/python tests/expected.py $(ARGS)
 	@echo "[1/4] ruff check"
 	@$(VENV)/bin/ruff check --quiet .
 	@echo "[2/4] ruff format"
@@ -43,6 +44,10 @@ faults: $(VENV)/.ready-dev  ## CPU ranks that are killed, stopped, late or gone:
 models: $(VENV)/.ready-dev  ## random models, compiled, against torch's own compile and fp64: 1,000 as written, 60 by Inductor cold, warm and on other ranks; 75 minutes (ARGS="--models 20 --inductor 2 --seed 100")
 	@PYTHONPATH=src:tests:. $(VENV)/bin/python -m random_models $(ARGS)
 
+mutants: $(VENV)/.ready-dev  ## 60 faults put into src one by one: whether make test sees them; an hour (ARGS="--only 3 7" with out/reached.json of a run before)
+	@test -n "$(ARGS)" || $(VENV)/bin/python -m pytest -q -n auto --dist worksteal -p reached --reached out/reached.json
+	@PYTHONPATH=src:tests:. $(VENV)/bin/python -m mutants run $(ARGS)
+
 interrupts: $(VENV)/.ready-dev  ## CPU ranks that leave a call at some line, by an interrupt, an error or their end: 200 trials, 6 minutes (ARGS="--trials 20")
 	@PYTHONPATH=src:tests:. $(VENV)/bin/python -m left_calls $(ARGS)
 
@@ -58,7 +63,7 @@ readme: $(VENV)/.ready-run  ## tables and pictures of README.md and docs/results
 
 support: $(VENV)/.ready-dev  ## docs/support.md, from tests that pass and say what they show, 4 minutes; rows of GPUs are those of make gpu
 	@rm -f benchmarks/results/support-cpu.jsonl
-	@$(VENV)/bin/python -m pytest -q -n auto --dist worksteal -m shows -p benchmarks.support --rows benchmarks/results/support-cpu.jsonl
+	@$(VENV)/bin/python -m pytest -q -n auto --dist worksteal -m shows --all-cases -p benchmarks.support --rows benchmarks/results/support-cpu.jsonl
 	@PYTHONPATH=src:. $(VENV)/bin/python -m benchmarks.tables
 
 clean:  ## remove all that make made

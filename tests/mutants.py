@@ -22,17 +22,23 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
 ROOT = Path(__file__).parents[1]
 LIST = Path(__file__).with_suffix(".json")
 LIMIT_S = 120  # of the tests of one mutant, their start included
-MOST_TESTS = 200  # of one mutant
 SWAPS = {
     "<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "==", "is": "is not",
     "is not": "is", "in": "not in", "not in": "in", "+": "-", "-": "+", "*": "+", "//": "*",
     "%": "//", "&": "|", "|": "&", "<<": ">>", ">>": "<<", "and": "or", "or": "and",
 }  # fmt: skip
+
+
+class Reached(TypedDict):
+    """What `reached.py` writes."""
+
+    seconds: Mapping[str, float]
+    lines: Mapping[str, Sequence[int]]
 
 
 class Mutant(NamedTuple):
@@ -174,7 +180,7 @@ def put(mutant: Mutant, package: Path) -> tuple[Path, range]:
     return path.relative_to(package), range(first + 1, behind + 1)
 
 
-def tried(mutant: Mutant, root: Path, reached: Mapping[str, Mapping[str, float]]) -> str:
+def tried(mutant: Mutant, root: Path, reached: Reached) -> str:
     """The test that fails; "survived", "unreached", or "late": it was not over in time."""
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
         copy = Path(folder)
@@ -187,13 +193,9 @@ def tried(mutant: Mutant, root: Path, reached: Mapping[str, Mapping[str, float]]
             elif (root / name).exists():
                 shutil.copy(root / name, copy / name)
         path, rows = put(mutant, copy / "src" / "counterpoint")
-        tests: dict[str, float] = {}
-        for row in rows:
-            tests |= reached.get(f"{path}:{row}", {})
-        if not tests:
-            return "unreached"
-        names = sorted(tests, key=tests.__getitem__)[:MOST_TESTS]
-        return _run(copy, names)
+        tests = {i for row in rows for i in reached["lines"].get(f"{path}:{row}", ())}
+        names = [*reached["seconds"]]  # the quickest first
+        return _run(copy, [names[i] for i in sorted(tests)]) if tests else "unreached"
 
 
 def _run(copy: Path, names: Sequence[str]) -> str:

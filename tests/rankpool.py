@@ -62,6 +62,7 @@ class Job(NamedTuple):
     timeout_s: float
     store_path: str  # "": without a group
     seed: int
+    test: str
 
 
 class RankPool:
@@ -109,8 +110,9 @@ class RankPool:
         assert 1 <= world_size <= self._max_ranks, f"the pool has {self._max_ranks} ranks"
         self._num_runs += 1
         store_path = self._folder / f"store.{self._num_runs}"
+        test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
         jobs = [
-            Job(fn, rank, world_size, args, timeout_s, str(store_path) if group else "", seed)
+            Job(fn, rank, world_size, args, timeout_s, str(store_path) if group else "", seed, test)
             for rank in range(world_size)
         ]
         clean = False
@@ -205,21 +207,31 @@ def _worker_main(connection: Connection, stack_path: str, env: Mapping[str, str]
         torch.use_deterministic_algorithms(True)
         if os.environ.get("TRITON_INTERPRET") == "1":
             quick_interpreter.install()
+        follow = _no_one_follows
+        if "COUNTERPOINT_REACHED" in os.environ:
+            from reached import of_a_rank
+
+            follow = of_a_rank()
         while True:
             try:
                 payload = connection.recv_bytes()
             except EOFError:
                 return
-            report(connection, lambda payload=payload: _run_job(payload))
+            report(connection, lambda payload=payload: _run_job(payload, follow))
 
 
-def _run_job(payload: bytes) -> Any:
+def _no_one_follows(test: str) -> None:
+    """Whose lines follow: see `reached.py`."""
+
+
+def _run_job(payload: bytes, follow: Callable[[str], None]) -> Any:
     """Unpickle a job, which imports the test's module, and run it."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # as in pytest's own process
         warnings.filterwarnings("ignore", ".*torch.jit.script_method")  # torch's, as it compiles
         warnings.filterwarnings("ignore", "Sparse invariant checks are implicitly disabled")
         job: Job = pickle.loads(payload)
+        follow(job.test)
         torch.manual_seed(job.seed)  # pyright: ignore[reportUnknownMemberType]
         np.random.seed(job.seed)
         in_group = (
@@ -232,6 +244,7 @@ def _run_job(payload: bytes) -> Any:
                 return job.fn(job.rank, job.world_size, *job.args)
         finally:
             _forget()
+            follow("")
 
 
 def _forget() -> None:
