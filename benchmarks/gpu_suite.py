@@ -2,9 +2,9 @@
 
 Rows as JSONL; installs nothing.
 
-    SUITE=short          all GPU tests, and each table in short form: under 10 minutes on 2 GPUs
+    SUITE=short          GPU tests with cases drawn of large grids, and each table in short form
     SUITE=NAME           one table in full, by its name in `counterpoint bench`; rows are added
-    SUITE=tests          the tests alone; on one GPU two ranks share it, which tests all but times
+    SUITE=tests          the tests alone, all cases; on one GPU two ranks share it: all but times
     SUITE=characterize   the constants of this machine, and rows of them
     SUITE=sanitize       every kernel under compute-sanitizer's memcheck and racecheck, on 2 GPUs
 
@@ -59,19 +59,20 @@ class Part(NamedTuple):
     """Whether others may run on the same GPUs meanwhile."""
 
 
-def tests(gpus: int, limit_s: int, out: Path) -> dict[str, Part]:
+def tests(gpus: int, limit_s: int, out: Path, *options: str) -> dict[str, Part]:
     """The files of GPU tests, the longest first: each has processes of its own.
 
     Args:
         gpus: how many.
         out: folder of rows, of what tests show: see support.py.
         limit_s: seconds of each.
+        options: of pytest.
     """
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}"]
     # another torch than CI's may warn: warnings are printed here, not errors
     pytest = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "default", "--durations=5"]
     pytest += ["-o", f"faulthandler_timeout={limit_s // 2}"]
-    pytest += ["-p", "benchmarks.support", "--rows", str(out / f"support-{gpus}x.jsonl")]
+    pytest += ["-p", "benchmarks.support", "--rows", str(out / f"support-{gpus}x.jsonl"), *options]
     files = sorted((ROOT / "tests" / "gpu").glob("test_*.py"))
     files.sort(key=lambda f: (f.stem in ALONE, f.stem not in FIRST))
     return {
@@ -94,7 +95,7 @@ def separate(suite: str, out: Path, gpus: int) -> dict[str, Part]:
         quick = Part([*constants, "--quick"], CHARACTERIZE_S)
         return tests(gpus, TEST_S, out) | {CHARACTERIZE: quick}
     if suite == TESTS:
-        return tests(gpus, TEST_S, out)
+        return tests(gpus, TEST_S, out, "--all-cases")
     if suite == SANITIZE:
         return {SANITIZE: Part(["-m", "sanitize", "--out", str(out)], SANITIZE_S)}
     return {CHARACTERIZE: Part(constants, LONG_S)} if suite == CHARACTERIZE else {}

@@ -260,6 +260,7 @@ def no_registration(monkeypatch):
     monkeypatch.setenv("NCCL_GRAPH_REGISTER", "0")
 
 
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize("where", ["default stream", "side stream", "graph"])
 @pytest.mark.parametrize("name", TRANSPORTS)
 def test_transports_again_and_again_with_a_late_rank(gpus, no_registration, name, where):

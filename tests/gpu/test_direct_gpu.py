@@ -78,6 +78,7 @@ def test_a_matmul_and_its_reduce_scatter_in_one_kernel(gpus):
     assert not wrong
 
 
+@pytest.mark.drawn(6)
 @pytest.mark.shows(
     "all_gather_matmul matmul_reduce_scatter matmul_all_reduce", "forward", "bf16 fp16 fp32"
 )

@@ -62,6 +62,7 @@ def off(y, want):
     return ((y.double() - want).abs() - bound).nan_to_num(torch.inf).max().item()
 
 
+@pytest.mark.drawn(6)
 @pytest.mark.shows("embedding_bag_all_to_all", "forward", "bf16 fp16 fp32")
 @pytest.mark.parametrize("seed", range(12))
 def test_rows_of_all_tables_for_own_bags(gpus, seed):
@@ -176,6 +177,7 @@ TURNS = {"fused": (FUSED,), "serial": (SERIAL,),
          "both": (FUSED, SERIAL, SERIAL, FUSED, FUSED, SERIAL, FUSED)}  # fmt: skip
 
 
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize("some", [some_layout, gaps])
 @pytest.mark.parametrize("plans", TURNS)
 @pytest.mark.parametrize("into", [False, True], ids=["copied", "out"])
@@ -303,6 +305,7 @@ def test_beside_other_fused_operators(gpus):
     cp.check()
 
 
+@pytest.mark.drawn(6)
 @pytest.mark.shows("embedding_bag_all_to_all", "backward", "bf16 fp32")
 @pytest.mark.parametrize("into", [False, True], ids=["copied", "out"])
 @pytest.mark.parametrize("seed", range(6))

@@ -179,6 +179,7 @@ def count(request, gpus):
     slices(cnn.ShardedEmbeddingBags(TABLES, device=gpus), 1)
 
 
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize("how", ["dense", "sparse", "weights", "sgd", "adagrad"])
 @pytest.mark.parametrize("hot", [0.0, 0.8])
 def test_slices_have_the_bits_of_one(gpus, how, hot):

@@ -25,6 +25,7 @@ def first_ones(logits, top):
     return values[:, :top], experts[:, :top]
 
 
+@pytest.mark.drawn(10)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_routing_is_that_of_stable_sorts(gpus, shape):
     tokens, experts, top = shape
@@ -67,6 +68,7 @@ def test_routing_is_that_of_stable_sorts(gpus, shape):
             assert all(torch.equal(a, b) for a, b in zip(got, again, strict=True))
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("n", [2048, 1536, 100, 7])
 def test_swiglu_stops_at_the_rows_that_there_are(gpus, dtype, n):

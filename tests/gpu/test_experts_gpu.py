@@ -52,6 +52,7 @@ def exactly(got, want):
     return torch.equal(got.cpu(), want.detach().to(got.dtype))
 
 
+@pytest.mark.drawn(24)
 @pytest.mark.shows("all_to_all_matmul", "forward, backward", "bf16 fp16 fp32")
 @pytest.mark.parametrize("plan", ["auto", "serial"])
 @pytest.mark.parametrize("known", ["host", "device"])
@@ -79,6 +80,7 @@ def test_out_and_its_gradients(counts, dtype, stored, known, plan):
     assert exactly(w.grad, exact.ws[rank].grad) and w.grad.stride() == w.stride()
 
 
+@pytest.mark.drawn(24)
 @pytest.mark.shows("matmul_all_to_all", "forward, backward", "bf16 fp16 fp32")
 @pytest.mark.parametrize("plan", ["auto", "serial"])
 @pytest.mark.parametrize("known", ["host", "device"])

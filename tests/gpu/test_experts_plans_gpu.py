@@ -44,6 +44,7 @@ def exactly(got, want):
     return torch.equal(got.detach().cpu(), want.detach().to(got.dtype))
 
 
+@pytest.mark.drawn(21)
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("stored", ["kn", "nk"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -64,6 +65,7 @@ def test_out_and_its_gradients(gpus, k, n, dtype, stored, spec):
     cp.check()
 
 
+@pytest.mark.drawn(14)
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("k", "n"), SIZES)
@@ -168,6 +170,7 @@ def test_copies_are_dma_copies(gpus, op, spec, more):
         assert num_kernels == 0, f"{step}: {num_kernels} kernels in a copy step"
 
 
+@pytest.mark.drawn(8)
 @pytest.mark.parametrize(
     "spec", ["grouped", "grouped 4", "grouped 1/3 xor", "grouped 2/2 chunks=2"]
 )

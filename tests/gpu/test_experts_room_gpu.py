@@ -151,6 +151,7 @@ def test_the_device_drops_what_the_host_would(gpus):
             assert torch.equal(got.cpu(), want) and torch.equal(mine.cpu(), here), (ranks, room)
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("n", [2048, 7168, 100, 7])
 def test_weighted_rows_stop_at_the_rows_that_there_are(gpus, dtype, n):

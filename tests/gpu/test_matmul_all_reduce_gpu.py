@@ -42,6 +42,7 @@ def same_on_all(y):
     return torch.equal(first, y)
 
 
+@pytest.mark.drawn(10)
 @pytest.mark.parametrize(
     ("shape", "plan"), [(shape, "auto") for shape in SHAPES]
     + [(shape, plan) for shape in (SHAPES[2], SHAPES[-1]) for plan in WAYS], ids=str,
