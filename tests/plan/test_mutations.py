@@ -408,8 +408,8 @@ def every_kind_of_mutation_occurs_and_is_refused_at_times(
     refused = Counter(r.what.partition(": ")[0] for r in found if r.refused)
     assert set(made) == set(refused)
     known = {"step", "edge", "wait", "post", "signal", "slot", "slots", "signal peer", "at",
-             "shard", "chunk", "cols", "rows", "buffer", "read", "pair", "arg", "bias", "swap", "lane",
-            "memory", "batch", "write", "setting", "spins", "activation"}  # fmt: skip
+             "shard", "chunk", "cols", "rows", "buffer", "read", "pair", "arg", "bias", "swap",
+             "lane", "memory", "batch", "write", "setting", "spins", "activation"}  # fmt: skip
     assert known == set(made) if thorough else known >= set(made)
     never_accepted = {"step", "wait", "post", "signal", "slot", "signal peer",
                       "at", "shard", "chunk", "cols", "rows", "read", "pair", "arg",
