@@ -22,6 +22,7 @@ PAGES = [p for p in sorted(DOCS.glob("*.md")) if blocks(p, "python") and p.stem 
 PURE = ("counterpoint plan", "counterpoint occupancy")  # commands that need no GPU
 
 
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_code_runs(page: Path, pool: RankPool, tmp_path: Path):
     printed, _ = run_page(page, pool, tmp_path)[0]

@@ -26,6 +26,7 @@ def payload(rank: int, call: int, num_bytes: int) -> Tensor:
     return torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=generator)
 
 
+@pytest.mark.drawn(8)
 @pytest.mark.parametrize("part", [20 * 1024, 48])
 @pytest.mark.parametrize("name", TRANSPORTS)
 @on_ranks(1, 2, 3)

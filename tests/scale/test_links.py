@@ -153,6 +153,7 @@ def _of_all(topology: Topology, num_bytes: float) -> list[Message]:
     return [Message(topology.route(i, j), num_bytes) for i, j in pairs]
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("name", MADE)
 @given(ranks=st.sampled_from([2, 4, 6, 8]), num_bytes=st.integers(1, 2**30))
 def test_no_byte_is_lost(name: str, ranks: int, num_bytes: int):
