@@ -391,6 +391,7 @@ STEPS = {
 }
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("name", STEPS)
 def test_no_text_of_a_step_overlaps_another_and_it_fits_on_a_screen(monkeypatch, name):
     ours, others = modes(*STEPS[name])

@@ -122,6 +122,7 @@ def check_order(plan: Plan, machine: Machine, timeline: Timeline) -> None:
             assert all(s.label.startswith("wait for ") == (s.kind == "wait") for s in mine)
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("name", MACHINES)
 def test_every_plan_finishes_in_order_and_no_sooner_than_its_parts(name: str, ranks: int):
@@ -166,6 +167,7 @@ def test_the_slowest_rank_of_plans_finer_than_shards_is_found(op: str, family: s
             assert predicted_s(plan, machine) == pytest.approx(all_s, rel=5e-3), plan.spec
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize(("name", "shape"), list(zip(MACHINES, (*SHAPES, SHAPES[1]), strict=True)))
 def test_one_rank_stands_for_all_where_rows_are_equal(

@@ -63,6 +63,7 @@ def takes(layer: Layer, spec: str, dtype: torch.dtype) -> bool:
     return spec == "auto" or (family is not None and (len(rows) == 1 or not family.refusal(p)))
 
 
+@pytest.mark.drawn(5)
 @pytest.mark.shows("all_gather_matmul", "forward", "bf16 fp16 fp32")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @on_ranks(1, 2, 3, 4)

@@ -70,6 +70,7 @@ def takes(spec: str, m: int, ranks: int, dtype: torch.dtype, n: int = N) -> bool
         return False
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(("layer", "fp8"), [(False, False), (True, False), (True, True)])
 @on_ranks(1, 2, 3, 4, 8)
 def test_bits_of_a_row_depend_neither_on_m_nor_on_the_plan(
@@ -90,6 +91,7 @@ def test_bits_of_a_row_depend_neither_on_m_nor_on_the_plan(
     return found
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("layer", [False, True])
 @on_ranks(2, 4)
 def test_kernels_have_the_same_bits_at_any_place(rank: int, ranks: int, layer: bool) -> list[str]:

@@ -32,6 +32,7 @@ def run(ready: Ready, bags: Bags, out: Any) -> torch.Tensor:
     return ready(bags.tables, bags.indices, bags.offsets, None, True, {}, out)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("plan", ["fused", "serial"])
 @on_ranks(2, 3)
 def test_replays_among_calls_in_turn(rank: int, ranks: int, plan: str):

@@ -64,6 +64,7 @@ def called(bags: Bags, **case: Any) -> torch.Tensor:
     return cp.embedding_bag_all_to_all(**arguments(bags), **case)
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.shows("embedding_bag_all_to_all", "forward", "bf16 fp16 fp32")
 @pytest.mark.parametrize(
     ("ranks", "kernels"), [(1, False), (2, False), (3, False), (4, False), (1, True), (3, True)]
@@ -96,6 +97,7 @@ def wrong_rows_of(rank: int, ranks: int, name: str) -> list[str]:
     return []
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.shows("embedding_bag_all_to_all", "backward", "bf16 fp16 fp32")
 @pytest.mark.parametrize("into", [False, True], ids=["copied", "out"])
 @on_ranks(1, 2, 3)
@@ -194,6 +196,7 @@ def as_nccl(
         work.wait()
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("into", [False, True], ids=["copied", "out"])
 @on_ranks(2, 3)
 def test_both_plans_by_turns(rank: int, ranks: int, into: bool):

@@ -37,6 +37,7 @@ CASES = [*product(((0, 0), (0, 3), (3, 0), (2, 2)), ((0, 1), (1, 1)), (0, 2), (F
                   ("dense", "sparse", "fused", "adagrad"))]  # fmt: skip
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @on_ranks(2)

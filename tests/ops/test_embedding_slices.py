@@ -58,6 +58,7 @@ def test_gradients_arrive_at_their_place(rank: int, ranks: int):
         assert all(each.dy.is_contiguous() for each in slices)
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("how", ["eager", "compiled", "watched"])
 @pytest.mark.parametrize("sparse", [False, True])
 @on_ranks(2, 3)
@@ -93,6 +94,7 @@ def test_gradients_have_the_bits_of_one_slice(rank: int, ranks: int, sparse: boo
         assert all(map(torch.equal, gradients(count), whole))
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("optimizer", [cnn.SGD(0.1), cnn.RowWiseAdagrad(0.1)], ids=str)
 @on_ranks(2, 3)
