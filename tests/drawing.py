@@ -48,11 +48,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = set[pytest.Item]()
     for name, cases in grids.items():
         (count,) = cases[0].get_closest_marker("drawn").args
-        grid = [getattr(case, "callspec").indices for case in cases]  # noqa: B009 (pytest's own)
-        kept = drawn(grid, count, f"{config.getoption('--draw')} {name}")
+        given = [getattr(case, "callspec").params for case in cases]  # noqa: B009 (pytest's own)
+        kept = drawn(places(given), count, f"{config.getoption('--draw')} {name}")
         left_out |= {case for i, case in enumerate(cases) if i not in kept}
     items[:] = [item for item in items if item not in left_out]
     config.hook.pytest_deselected(items=[*left_out])
+
+
+def places(cases: Sequence[Mapping[str, object]]) -> list[dict[str, int]]:
+    """Which value of each parameter a case has, in the order in which they come.
+
+    pytest's own numbers of stacked parameters are those of the cases.
+    """
+    seen: defaultdict[str, dict[str, int]] = defaultdict(dict)
+    return [
+        {name: seen[name].setdefault(repr(value), len(seen[name])) for name, value in case.items()}
+        for case in cases
+    ]
 
 
 def drawn(cases: Sequence[Mapping[str, int]], count: int, seed: str) -> set[int]:

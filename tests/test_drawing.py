@@ -6,7 +6,7 @@ from itertools import combinations, product
 from pathlib import Path
 
 import pytest
-from drawing import drawn
+from drawing import drawn, places
 
 MAKEFILE = Path(__file__).parents[1] / "Makefile"
 GRID = [{"ranks": a, "dtype": b, "op": c} for a, b, c in product(range(4), range(3), range(5))]
@@ -24,6 +24,23 @@ def test_each_value_is_met_and_then_each_pair(seed: str):
 def test_the_seed_says_which_and_none_is_drawn_twice():
     assert drawn(GRID, 7, "3 a") == drawn(GRID, 7, "3 a") != drawn(GRID, 7, "4 a")
     assert drawn(GRID, 100, "0") == set(range(len(GRID))) and len(drawn(GRID, 1, "0")) == 1
+
+
+def test_equal_values_are_one():
+    cases = [{"op": op, "ranks": ranks} for op in ("a", ["b"]) for ranks in (2, 3)]
+    assert places(cases) == [{"op": i, "ranks": j} for i in range(2) for j in range(2)]
+
+
+@pytest.mark.drawn(2)
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("op", ["a", "b"])
+def test_two_of_four_have_all_values(request: pytest.FixtureRequest, op: str, ranks: int):
+    """Of what pytest itself says of stacked parameters."""
+    if not request.config.getoption("--all-cases") and "[" not in " ".join(request.config.args):
+        name = f"{request.node.originalname}["
+        left = [item.callspec.params for item in request.session.items if name in item.name]
+        assert {each["op"] for each in left} == {"a", "b"}
+        assert {each["ranks"] for each in left} == {2, 3}
 
 
 def test_every_grid_has_a_case_in_make_test():
