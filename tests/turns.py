@@ -21,7 +21,7 @@ class Scene(NamedTuple):
     """Calls of all ranks, without a meeting between them.
 
     Args:
-        memories: of `memories.memories`.
+        memories: of each rank, of `memories.memories`; or None, which are not looked at.
         run: a rank's calls.
         off: what is wrong with their results, empty if nothing.
         rooms: results between guards.
@@ -65,7 +65,7 @@ def wrong_after(
                 found.append(f"deadlock: {error}")
             else:
                 wrong = f"calls {off} are off" if (off := scene.off()) else ""
-                if not fault:
+                if not fault and scene.memories[0]:
                     over = any(memory.over.any() for memory in scene.memories)
                     wrong = wrong or "over" * over or left(scene.memories[0], scene.rooms)
                 found.append(wrong)
