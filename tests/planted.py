@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from counterpoint.kernels.peer import EMPTY, post, wait
+from counterpoint.kernels.peer import EMPTY
 
 
 @triton.jit
@@ -46,14 +46,6 @@ def is_last_always(count_ptr, programs):
     """`is_last` by which each program takes itself for the last one."""
     tl.debug_barrier()
     return tl.atomic_add(count_ptr, 1, sem="acq_rel", scope="gpu") < programs
-
-
-@triton.jit
-def waiting_kernel(mine_ptr, theirs_ptr, stop_ptr):
-    """Stands for a library's collective: each program tells its peer's, and waits for it."""
-    place = tl.program_id(0) + tl.arange(0, 1)
-    post(theirs_ptr + place, 1, place >= 0)
-    wait(mine_ptr + place, 1, stop_ptr, 1 << 60, place >= 0)
 
 
 @triton.jit

@@ -132,6 +132,7 @@ def mutants(plan: Plan) -> Iterator[tuple[str, Plan]]:
     yield "one more flag", with_writes(*step.writes, Region("flags", shards=((0,),)))
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(("spec", "out"), KINDS)
 @pytest.mark.parametrize("sizes", SIZES)
 def test_kernels_write_what_plans_declare(pool: RankPool, sizes: str, spec: str, out: bool):

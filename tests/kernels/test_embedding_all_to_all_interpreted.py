@@ -45,43 +45,41 @@ def ran(code: Any, p: Problem, bags: Any, rank: int, *, last: bool, mean: bool) 
     return y
 
 
-def wrong_calls(rank: int, ranks: int, cases: list[str], spec: str, epoch: int = 0) -> list[str]:
-    """Calls that are off, of several in a row on one memory; offsets with and without the last."""
+def wrong_calls(rank: int, ranks: int, name: str, spec: str, epoch: int = 0) -> list[str]:
+    """Calls that are off, of two in a row on one memory; offsets without and with the last."""
     workspace = workspace_of(world(), CPU)
     memory = fused_memory(workspace)
     memory.state[0] = epoch
-    found: list[str] = []
-    for name in cases:
-        case = dict(CASES[name])
-        mean, unroll = case.pop("mean", False), case.pop("unroll", 2)
-        p = problem_of(DIMS[:ranks], BATCH[:ranks], case.get("dtype", torch.float32))
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(plans, "POOLING", (("else", f"256x{unroll}x4"),))
-            patch.setattr(launch, "INTERPRETED_BLOCKS", 3)
-            code = compile_plan(build(p, spec), workspace)
-            for call in range(2):
-                everyone = [
-                    random_bags(d, p.m, seed=10 * call + r, **case) for r, d in enumerate(p.tables)
-                ]
-                y = ran(code, p, everyone[rank], rank, last=call > 0, mean=mean)
-                if not close(y, expected(everyone, p, rank, mean=mean)):
-                    found.append(f"{name}, call {call}")
+    found, case = list[str](), dict(CASES[name])
+    mean, unroll = case.pop("mean", False), case.pop("unroll", 2)
+    p = problem_of(DIMS[:ranks], BATCH[:ranks], case.get("dtype", torch.float32))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plans, "POOLING", (("else", f"256x{unroll}x4"),))
+        patch.setattr(launch, "INTERPRETED_BLOCKS", 3)
+        code = compile_plan(build(p, spec), workspace)
+        for call in range(2):
+            everyone = [
+                random_bags(d, p.m, seed=10 * call + r, **case) for r, d in enumerate(p.tables)
+            ]
+            y = ran(code, p, everyone[rank], rank, last=call > 0, mean=mean)
+            if not close(y, expected(everyone, p, rank, mean=mean)):
+                found.append(f"call {call}")
     assert not memory.fault.any() and memory.state.tolist()[1:] == [0] * 5
     return found
 
 
+@pytest.mark.drawn(10)
 @pytest.mark.parametrize(
     ("ranks", "spec"), [(1, "serial"), (2, "serial"), (2, "fused"), (3, "fused"), (4, "fused")]
 )
-def test_rows_come_to_their_owners(pool: RankPool, ranks: int, spec: str):
-    """Each case on few ranks, as they share the cores."""
-    cases = list(CASES) if ranks < 3 else ["mean", "weights"][: 5 - ranks]
-    assert pool.run(wrong_calls, ranks, cases, spec, timeout_s=120) == [[]] * ranks
+@pytest.mark.parametrize("name", CASES)
+def test_rows_come_to_their_owners(pool: RankPool, ranks: int, spec: str, name: str):
+    assert pool.run(wrong_calls, ranks, name, spec, timeout_s=120) == [[]] * ranks
 
 
 @pytest.mark.parametrize("epoch", [-2, 2**31 - 2])
 def test_epochs_wrap(pool: RankPool, epoch: int):
-    assert pool.run(wrong_calls, 2, ["sum"], "fused", epoch, timeout_s=60) == [[]] * 2
+    assert pool.run(wrong_calls, 2, "sum", "fused", epoch, timeout_s=60) == [[]] * 2
 
 
 def aligned(rank: int, ranks: int) -> list[int]:

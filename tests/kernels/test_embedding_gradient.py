@@ -1,32 +1,21 @@
-"""Gradients of embedding bags by our kernels: interpreted against torch's, and compiled."""
+"""Gradients of embedding bags by our kernels: interpreted against torch's."""
 
-import re
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import product
 from typing import Any
 
 import pytest
 import torch
-import triton.language as tl
 from embedding_cases import Bags, random_bags
-from rankpool import RankPool
+from on_ranks import on_ranks
 from torch import Tensor
 
-from counterpoint.kernels.embedding_gradient import (
-    long_rows_kernel,
-    mark_rows_kernel,
-    names_kernel,
-    table_gradient_kernel,
-    weight_gradient_kernel,
-)
 from counterpoint.ops import embedding_gradients as ops
 from counterpoint.ops.embedding_exchange import Slice, at_once, in_one
 from counterpoint.ops.embedding_updates import SGD, RowWiseAdagrad, Steps, Update
 from counterpoint.plan.embedding_slices import tables_by_slice
 from counterpoint.runtime import launch_embedding_gradient as launches
-from counterpoint.testing.ptx import compiled
 
 CASES: tuple[tuple[tuple[int, ...], str, Any], ...] = (
     ((32, 16), "sum", torch.float32), ((5, 40, 7), "mean", torch.float16),
@@ -75,40 +64,49 @@ def too_far(got: Tensor, want: Tensor, dtype: torch.dtype, least: float = 1e-5) 
     return not bool(((got.double() - want.double()).abs() <= bound).all())
 
 
-def wrong_gradients(rank: int, ranks: int, segment: int) -> list[str]:
+@pytest.mark.drawn(5)
+@pytest.mark.parametrize("segment", [4, 10, launches.SEGMENT])
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize(("dims", "mode", "dtype"), CASES)
+@on_ranks(1)
+def test_rows_are_summed_by_kernels_as_by_torch(
+    rank: int, ranks: int, dims: tuple[int, ...], mode: str, dtype: Any, sparse: bool, segment: int
+) -> list[str]:
     """The path of a GPU, on the CPU, against the CPU's own: index_add in fp32."""
     found: list[str] = []
-    for dims, mode, dtype in CASES:
-        bags = random_bags(dims, NUM_BAGS, dtype=dtype, weighted=mode == "weights", rows=6)
-        dy = torch.randn(NUM_BAGS, sum(dims)).to(dtype)
-        pooled = pooled_of(bags, mean=mode == "mean")
-        for sparse in (False, True):
-            want = ops.table_gradients(in_one(dy, dims), pooled, sparse=sparse)
-            with settings(SEGMENT=segment):
-                got = by_kernel(dy, pooled, sparse=sparse)
-            for i, (one, other) in enumerate(zip(got, want, strict=True)):
-                if sparse and not torch.equal(one.indices(), other.indices()):
-                    found.append(f"{dims} {mode}: rows of table {i}")
-                one, other = (t.to_dense() for t in (one, other))
-                if too_far(one, other, dtype):
-                    found.append(f"{dims} {mode} {sparse=}, {i}: {(one - other).abs().max()}")
-        if bags.weights is not None:
-            want = ops.weight_gradient(in_one(dy, dims), pooled)
-            entries = ops.entries_of(bags.offsets, bags.indices.numel(), last=True)
-            for count in (1, 2):
-                out = torch.full_like(want, torch.nan)
-                for some, part, _ in in_slices(dy, bags.tables, count):
-                    with settings():
-                        ops.weight_gradient_into(out, part, some, bags.tables, bags.indices,
-                                                 entries.bag)  # fmt: skip
-                if too_far(out, want, dtype, 1e-4):
-                    found.append(f"{dims}: weights, {count}")
+    bags = random_bags(dims, NUM_BAGS, dtype=dtype, weighted=mode == "weights", rows=6)
+    dy = torch.randn(NUM_BAGS, sum(dims)).to(dtype)
+    pooled = pooled_of(bags, mean=mode == "mean")
+    want = ops.table_gradients(in_one(dy, dims), pooled, sparse=sparse)
+    with settings(SEGMENT=segment):
+        got = by_kernel(dy, pooled, sparse=sparse)
+    for i, (one, other) in enumerate(zip(got, want, strict=True)):
+        if sparse and not torch.equal(one.indices(), other.indices()):
+            found.append(f"rows of table {i}")
+        one, other = (t.to_dense() for t in (one, other))
+        if too_far(one, other, dtype):
+            found.append(f"{i}: {(one - other).abs().max()}")
     return found
 
 
-@pytest.mark.parametrize("segment", [4, 10, launches.SEGMENT])
-def test_rows_are_summed_by_kernels_as_by_torch(pool: RankPool, segment: int):
-    assert pool.run(wrong_gradients, 1, segment, group=False) == [[]]
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize(
+    ("dims", "dtype"), [(d, kind) for d, mode, kind in CASES if mode == "weights"]
+)
+@on_ranks(1)
+def test_gradients_of_weights(
+    rank: int, ranks: int, dims: tuple[int, ...], dtype: torch.dtype, count: int
+):
+    bags = random_bags(dims, NUM_BAGS, dtype=dtype, weighted=True, rows=6)
+    dy = torch.randn(NUM_BAGS, sum(dims)).to(dtype)
+    want = ops.weight_gradient(in_one(dy, dims), pooled_of(bags))
+    entries = ops.entries_of(bags.offsets, bags.indices.numel(), last=True)
+    out = torch.full_like(want, torch.nan)
+    for some, part, _ in in_slices(dy, bags.tables, count):
+        with settings():
+            given = part, some, bags.tables, bags.indices, entries.bag
+            ops.weight_gradient_into(out, *given)
+    assert not too_far(out, want, dtype, 1e-4)
 
 
 def hot_bags(rows: int, hot: float, seed: int) -> Bags:
@@ -122,7 +120,12 @@ def hot_bags(rows: int, hot: float, seed: int) -> Bags:
     return Bags(tables, indices, offsets, None)
 
 
-def wrong_bits(rank: int, ranks: int, hot: float, rows: int) -> list[str]:
+@pytest.mark.drawn(2)
+@pytest.mark.parametrize(("hot", "rows"), [(0.0, 200), (0.8, 200), (1.0, 200), (0.5, 1), (0.3, 3)])
+@on_ranks(1)
+def test_a_long_row_has_the_same_bits_however_it_is_cut(
+    rank: int, ranks: int, hot: float, rows: int
+) -> list[str]:
     """Of long rows: fp64, and the bits of other grids, of other rows beside, and of each run."""
     bags, found = hot_bags(rows, hot, 1), list[str]()
     dy = torch.randn(NUM_BAGS, 40)
@@ -154,50 +157,52 @@ def wrong_bits(rank: int, ranks: int, hot: float, rows: int) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize(("hot", "rows"), [(0.0, 200), (0.8, 200), (1.0, 200), (0.5, 1), (0.3, 3)])
-def test_a_long_row_has_the_same_bits_however_it_is_cut(pool: RankPool, hot: float, rows: int):
-    assert pool.run(wrong_bits, 1, hot, rows, group=False) == [[]]
+UPDATES: dict[str, Any] = {
+    "sgd": SGD(0.3), "rowwise_adagrad": RowWiseAdagrad(0.3, eps=1e-3, scale=0.5),
+}  # fmt: skip
 
 
-UPDATES = (("sgd", SGD(0.3)), ("rowwise_adagrad", RowWiseAdagrad(0.3, eps=1e-3, scale=0.5)))
-
-
-def wrong_updates(rank: int, ranks: int) -> list[str]:
+@pytest.mark.drawn(2)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", UPDATES)
+@on_ranks(1)
+def test_rows_are_updated_in_place(
+    rank: int, ranks: int, kind: str, dtype: torch.dtype
+) -> list[str]:
     """Two updates by the kernels, against fp64."""
-    found: list[str] = []
-    for (kind, optimizer), dtype in product(UPDATES, (torch.float32, torch.float16)):
-        dims, rates = (24, 300), torch.tensor(optimizer.rates)
-        bags = random_bags(dims, NUM_BAGS, rows=9, longest=9, dtype=dtype)
-        bags.tables[0] = torch.randn(9, 31).to(dtype)[:, :24]  # with gaps
-        pooled = pooled_of(bags)
-        adagrad = kind == "rowwise_adagrad"
-        sums = [torch.rand(len(t)) for t in bags.tables] if adagrad else []
-        exact = [t.double() for t in bags.tables]
-        squares = [s.double() for s in sums]
-        for _ in range(2):
-            dy = torch.randn(NUM_BAGS, sum(dims)).to(dtype)
-            wide = pooled._replace(tables=exact)
-            grads = [
-                torch.zeros_like(t).index_put_((rows,), values.double())
-                for t, (rows, values) in zip(
-                    exact, ops.sums_by_torch(in_one(dy, dims), wide), strict=True
-                )
-            ]
-            lr, eps, scale = map(float, rates.double())
-            for i, g in enumerate(grads):
-                step = lr * scale * g
-                if adagrad:
-                    squares[i] += (scale * g).square().mean(1)
-                    step /= squares[i].sqrt()[:, None] + eps
-                exact[i] = (exact[i] - step).to(dtype).double()
-            with settings(SEGMENT=4):
-                update(Update(kind, rates, sums, Steps()), dy, pooled)
-        for i, (table, want) in enumerate(zip(bags.tables, exact, strict=True)):
-            # a rounding of 16 bits that fell to the other side is one of the next step as well
-            if too_far(table, want, dtype, 1e-5 if dtype == torch.float32 else 1e-2):
-                found.append(f"{kind} {dtype} {i}: {(table.double() - want).abs().max()}")
-        if any(too_far(s, w, torch.float32) for s, w in zip(sums, squares, strict=True)):
-            found.append(f"{kind} {dtype}: state")
+    found, optimizer = list[str](), UPDATES[kind]
+    dims, rates = (24, 300), torch.tensor(optimizer.rates)
+    bags = random_bags(dims, NUM_BAGS, rows=9, longest=9, dtype=dtype)
+    bags.tables[0] = torch.randn(9, 31).to(dtype)[:, :24]  # with gaps
+    pooled = pooled_of(bags)
+    adagrad = kind == "rowwise_adagrad"
+    sums = [torch.rand(len(t)) for t in bags.tables] if adagrad else []
+    exact = [t.double() for t in bags.tables]
+    squares = [s.double() for s in sums]
+    for _ in range(2):
+        dy = torch.randn(NUM_BAGS, sum(dims)).to(dtype)
+        wide = pooled._replace(tables=exact)
+        grads = [
+            torch.zeros_like(t).index_put_((rows,), values.double())
+            for t, (rows, values) in zip(
+                exact, ops.sums_by_torch(in_one(dy, dims), wide), strict=True
+            )
+        ]
+        lr, eps, scale = map(float, rates.double())
+        for i, g in enumerate(grads):
+            step = lr * scale * g
+            if adagrad:
+                squares[i] += (scale * g).square().mean(1)
+                step /= squares[i].sqrt()[:, None] + eps
+            exact[i] = (exact[i] - step).to(dtype).double()
+        with settings(SEGMENT=4):
+            update(Update(kind, rates, sums, Steps()), dy, pooled)
+    for i, (table, want) in enumerate(zip(bags.tables, exact, strict=True)):
+        # a rounding of 16 bits that fell to the other side is one of the next step as well
+        if too_far(table, want, dtype, 1e-5 if dtype == torch.float32 else 1e-2):
+            found.append(f"{kind} {dtype} {i}: {(table.double() - want).abs().max()}")
+    if any(too_far(s, w, torch.float32) for s, w in zip(sums, squares, strict=True)):
+        found.append(f"{kind} {dtype}: state")
     return found
 
 
@@ -208,11 +213,13 @@ def update(how: Update, dy: Tensor, pooled: ops.Lookups, count: int = 1) -> None
     ops.sum_slices(placed, slices, entries, how.kind, how.rates)
 
 
-def test_rows_are_updated_in_place(pool: RankPool):
-    assert pool.run(wrong_updates, 1, group=False) == [[]]
-
-
-def other_bits_in_slices(rank: int, ranks: int, hot: float) -> list[str]:
+@pytest.mark.drawn(4)
+@pytest.mark.parametrize("hot", [0.0, 0.7, 1.0])
+@pytest.mark.parametrize("what", ["dense", "sparse", *UPDATES])
+@on_ranks(1)
+def test_slices_of_tables_have_the_bits_of_all_at_once(
+    rank: int, ranks: int, what: str, hot: float
+) -> list[str]:
     """Gradients and updates by slices against those of one: tables of few and of many columns.
 
     Segments of long rows begin in the same slots as those of another table, and nobody names one of
@@ -235,67 +242,15 @@ def other_bits_in_slices(rank: int, ranks: int, hot: float) -> list[str]:
             if what in ("dense", "sparse"):
                 grads = by_kernel(dy, pooled, sparse=what == "sparse", count=count)
                 return [g.to_dense() for g in grads]
-            how = dict(UPDATES)[what]
+            how = UPDATES[what]
             if what == "rowwise_adagrad":
                 sums = [torch.ones(rows) for _ in dims]
             update(Update(what, torch.tensor(how.rates), sums, Steps()), dy, pooled, count)
         return copies + sums
 
-    for what in ("dense", "sparse", *dict(UPDATES)):
-        whole = made(what, 1)
-        assert not torch.equal(whole[0], tables[0])
-        for count in (2, 3, 5, 8):
-            if not all(map(torch.equal, made(what, count), whole)):
-                found.append(f"{what}: {count} slices")
+    whole = made(what, 1)
+    assert not torch.equal(whole[0], tables[0])
+    for count in (2, 3, 5, 8):
+        if not all(map(torch.equal, made(what, count), whole)):
+            found.append(f"{count} slices")
     return found
-
-
-@pytest.mark.parametrize("hot", [0.0, 0.7, 1.0])
-def test_slices_of_tables_have_the_bits_of_all_at_once(pool: RankPool, hot: float):
-    assert pool.run(other_bits_in_slices, 1, hot, group=False) == [[]]
-
-
-TYPES = {"dy_ptr": "*bf16", "bags_ptr": "*i32", "scales_ptr": "*fp32", "rows_ptr": "*i32",
-         "starts_ptr": "*i32", "row_tables_ptr": "*i32", "names_ptr": "*i32", "tables_ptr": "*i64",
-         "rates_ptr": "*fp32", "marks_ptr": "*i32", "long_ptr": "*i32", "partials_ptr": "*fp32",
-         "bounds_ptr": "*i64", "n": "i32", "num_bags": "i32", "stride": "i32", "width": "i32",
-         "first_table": "i32", "last_table": "i32", "first_column": "i32"}  # fmt: skip
-
-
-@pytest.mark.parametrize("writes", ["rows", "named", "sgd", "rowwise_adagrad"])
-def test_gradients_are_loaded_16_bytes_at_a_time(writes: str):
-    constants = {"DTYPE": tl.bfloat16, "WRITES": writes, "SCALED": True,
-                 "SEGMENT": launches.SEGMENT, "ROWS": launches.TILE // 128,
-                 "UNROLL": launches.UNROLL, "BLOCK_D": 128, "VEC": 8}  # fmt: skip
-    found = compiled(table_gradient_kernel, 90, TYPES, constants,
-                     num_warps=launches.NUM_WARPS,
-                     aligned=tuple(k for k, v in TYPES.items() if v[0] == "*"))  # fmt: skip
-    assert "ld.global.v4.b32" in found.ptx
-    assert not found.spills
-    assert re.search(r"st\.global\.v\d\.b32", found.ptx)
-
-
-@pytest.mark.parametrize("capability", [80, 90, 100])
-def test_what_is_beside_it_compiles(capability: int):
-    types = {k: v for k, v in TYPES.items() if k in long_rows_kernel.arg_names}
-    constants = {"DTYPE": tl.bfloat16, "WRITES": "rows", "SEGMENT": launches.SEGMENT,
-                 "STEP": launches.LONG_TILE // 128, "BLOCK_D": 128, "VEC": 8}  # fmt: skip
-    assert not compiled(long_rows_kernel, capability, types, constants, num_warps=8).spills
-    types = {"indices_ptr": "*i64", "bags_ptr": "*i64", "tables_ptr": "*i64", "names_ptr": "*i32",
-             "n": "i32", "num_bags": "i32"}  # fmt: skip
-    assert not compiled(names_kernel, capability, types, {"BLOCK": 1024}, num_warps=4).spills
-    types = {"bags_ptr": "*i64", "scales_ptr": "*fp32", "order_ptr": "*i64", "rows_ptr": "*i32",
-             "starts_ptr": "*i32", "tables_ptr": "*i32", "sorted_bags_ptr": "*i32",
-             "sorted_scales_ptr": "*fp32", "marks_ptr": "*i32", "n": "i32",
-             "num_bags": "i32"}  # fmt: skip
-    constants = {"SCALED": True, "SEGMENT": launches.SEGMENT, "BLOCK": launches.BLOCK}
-    assert not compiled(mark_rows_kernel, capability, types, constants, num_warps=4).spills
-
-
-@pytest.mark.parametrize("capability", [80, 90, 100])
-def test_the_weights_gradient_compiles(capability: int):
-    types = {"dy_ptr": "*bf16", "indices_ptr": "*i32", "bags_ptr": "*i64", "tables_ptr": "*i64",
-             "out_ptr": "*fp32", "n": "i32", "num_bags": "i32", "stride": "i32",
-             "first_table": "i32", "last_table": "i32", "first_column": "i32"}  # fmt: skip
-    constants = {"DTYPE": tl.bfloat16, "ENTRIES": 16, "BLOCK_D": 64}
-    assert not compiled(weight_gradient_kernel, capability, types, constants, num_warps=2).spills

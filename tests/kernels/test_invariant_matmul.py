@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from rankpool import RankPool
+from on_ranks import on_ranks
 
 from counterpoint.kernels.invariant_matmul import few_rows_matmul_kernel, invariant_matmul_kernel
 from counterpoint.kernels.reduce import sum_of_parts
@@ -64,25 +64,31 @@ def code(
     )  # fmt: skip
 
 
+def fits(found: Compiled) -> bool:
+    """Nothing spills, and a block has room on an SM."""
+    return not found.spills and found.shared_bytes + found.dynamic_bytes <= 227 * 1024
+
+
 def test_all_tiles_are_in_use():
     assert {*WAVES} < {*TILES} and len(TILES) == len(WAVES) + 2
 
 
+@pytest.mark.drawn(8)
+@pytest.mark.parametrize(("dtype", "by_columns"), [("bf16", True), ("fp16", False)])
 @pytest.mark.parametrize(
     ("tile", "described"), [(t, d) for t in TILES for d in (False, True)[: 1 + (t[0] > FEW_ROWS)]]
 )
-def test_every_tile_multiplies_16_numbers_at_a_time(tile: Tile, described: bool):
-    for dtype, by_columns in (("bf16", True), ("fp16", False)):
-        found = code(tile, dtype, described=described, by_columns=by_columns, bias=True)
-        steps = {match.groups() for match in WGMMA.finditer(found.ptx)}
-        name = {"bf16": "bf16", "fp16": "f16"}[dtype]
-        assert steps == {("16", name, name)}
-        assert not re.search(r"mma\.sync|fma\.rn\.f32", found.ptx)
-        assert not found.spills
-        assert found.shared_bytes + found.dynamic_bytes <= 227 * 1024
-        assert ("cp.async.bulk.tensor" in found.ptx) == described
+def test_every_tile_multiplies_16_numbers_at_a_time(
+    tile: Tile, described: bool, dtype: str, by_columns: bool
+):
+    found = code(tile, dtype, described=described, by_columns=by_columns, bias=True)
+    steps = {match.groups() for match in WGMMA.finditer(found.ptx)}
+    assert steps == {("16", *({"bf16": "bf16", "fp16": "f16"}[dtype],) * 2)}
+    assert not re.search(r"mma\.sync|fma\.rn\.f32", found.ptx) and fits(found)
+    assert ("cp.async.bulk.tensor" in found.ptx) == described
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("tile", GATED)
 def test_gate_and_up_are_one_operand(tile: Tile):
     """As many tensor core instructions as of one weight, of all of its columns."""
@@ -90,20 +96,17 @@ def test_gate_and_up_are_one_operand(tile: Tile):
         code(tile, "bf16", described=True, by_columns=True, bias=False, activation="silu" * both,
              gated=both) for both in (True, False)
     )  # fmt: skip
-    assert not gated.spills
-    assert gated.shared_bytes + gated.dynamic_bytes <= 227 * 1024
     shapes = [re.findall(r"wgmma\.mma_async\S+", found.ptx) for found in (gated, plain)]
-    assert shapes[0] == shapes[1] != []
+    assert shapes[0] == shapes[1] != [] and fits(gated)
     assert "cp.async.bulk.tensor.3d" in gated.ptx
 
 
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize("name", ["relu", "silu", "gelu_tanh"])
-def test_an_activation_spills_nothing(name: str):
-    for tile in TILES:
-        found = code(tile, "bf16", described=tile.block_m > FEW_ROWS, by_columns=True, bias=True,
-                     activation=name)  # fmt: skip
-        assert not found.spills
-        assert found.shared_bytes + found.dynamic_bytes <= 227 * 1024
+@pytest.mark.parametrize("tile", TILES)
+def test_an_activation_spills_nothing(tile: Tile, name: str):
+    assert fits(code(tile, "bf16", described=tile.block_m > FEW_ROWS, by_columns=True, bias=True,
+                     activation=name))  # fmt: skip
 
 
 def test_fp32_is_multiplied_on_ordinary_cores():
@@ -127,70 +130,73 @@ def launched(
     return y
 
 
-def interpreted(rank: int, ranks: int) -> list[str]:
+TILES_HERE = (Tile(16, 32, 64, 4, 3), Tile(32, 64, 32, 4, 2), Tile(64, 64, 32, 4, 2, halves=True))
+HOW = [
+    (tile, m) for tile in TILES_HERE for m in (1, 13, 32, 150)
+    if m <= tile.block_m or tile.block_m > FEW_ROWS
+]  # fmt: skip
+EITHER = pytest.mark.parametrize("described", [True, False])
+
+
+@pytest.mark.drawn(10)
+@pytest.mark.parametrize(("tile", "m"), HOW)
+@EITHER
+@pytest.mark.parametrize("layout", ["rows", "columns", "gaps"])
+@pytest.mark.parametrize(
+    ("n", "k", "dtype"),
+    [(88, 72, torch.float16), (37, 65, torch.float32), (200, 32, torch.float16)],
+)
+@on_ranks(1)
+def test_it_multiplies(
+    rank: int, ranks: int, n: int, k: int, dtype: torch.dtype, layout: str, described: bool,
+    tile: Tile, m: int,
+):  # fmt: skip
     """Sizes that no tile divides, of all layouts, with more tiles than programs."""
-    found: list[str] = []
-    tiles = (Tile(16, 32, 64, 4, 3), Tile(32, 64, 32, 4, 2), Tile(64, 64, 32, 4, 2, halves=True))
-    for n, k, dtype in ((88, 72, torch.float16), (37, 65, torch.float32), (200, 32, torch.float16)):
-        x, bias = torch.randn(150, k).to(dtype), torch.randn(1, n).to(dtype)
-        plain = torch.randn(k, n).to(dtype)
-        layouts = {"rows": plain, "columns": plain.t().contiguous().t(),
-                   "gaps": torch.stack([plain, plain], 2)[:, :, 0]}  # fmt: skip
-        exact = x.double() @ plain.double()
-        for (name, w), tile, described in (
-            (layout, tile, d) for layout in layouts.items() for tile in tiles for d in (True, False)
-        ):
-            for m in (1, 13, 32, 150):
-                if m <= tile.block_m or tile.block_m > FEW_ROWS:
-                    added = bias if m == 13 else None
-                    want = exact if added is None else exact + added.double()
-                    y = launched(x, w, added, m, tile, described)
-                    reference = torch.empty_like(y)
-                    by_torch(x[:m], w, added, reference)
-                    own, least = ((t.double() - want[:m]).norm() for t in (y, reference))
-                    if not own <= 1.1 * least + 1e-6 * want.norm():
-                        found.append(f"{name} {tile} {described} M{m}: {own:.3g}, {least:.3g}")
-    return found
+    x, bias, plain = (torch.randn(*s).to(dtype) for s in ((150, k), (1, n), (k, n)))
+    w = {"rows": plain, "columns": plain.t().contiguous().t(),
+         "gaps": torch.stack([plain, plain], 2)[:, :, 0]}[layout]  # fmt: skip
+    want, added = x.double() @ plain.double(), bias if m == 13 else None
+    want = want if added is None else want + added.double()
+    y = launched(x, w, added, m, tile, described)
+    reference = torch.empty_like(y)
+    by_torch(x[:m], w, added, reference)
+    own, least = ((t.double() - want[:m]).norm() for t in (y, reference))
+    assert own <= 1.1 * least + 1e-6 * want.norm()
 
 
-def activated(rank: int, ranks: int) -> list[str]:
-    """As `interpreted`, of products that are rounded; gate before up in memory, and behind it."""
+@pytest.mark.drawn(6)
+@pytest.mark.parametrize(("tile", "m"), [how for how in HOW if how[1] != 13])
+@EITHER
+@pytest.mark.parametrize(("n", "k", "dtype"), [(88, 72, torch.float16), (40, 64, torch.float32)])
+@on_ranks(1)
+def test_it_ends_in_an_activation(
+    rank: int, ranks: int, n: int, k: int, dtype: torch.dtype, described: bool, tile: Tile, m: int
+) -> list[str]:
+    """Of products that are rounded; gate before up in memory, and behind it."""
     found, functional = list[str](), torch.nn.functional
-    tiles = (Tile(16, 32, 64, 4, 3), Tile(32, 64, 32, 4, 2), Tile(64, 64, 32, 4, 2, halves=True))
-    for n, k, dtype in ((88, 72, torch.float16), (40, 64, torch.float32)):
-        x, bias = torch.randn(150, k).to(dtype), torch.randn(1, n).to(dtype)
-        every = torch.randn(3, n, k).to(dtype)
-        gate, _, up = (w.t() for w in every)
-        for tile, described, m in (
-            (t, d, m) for t in tiles for d in (True, False) for m in (1, 32, 150)
-        ):
-            if m > tile.block_m and tile.block_m <= FEW_ROWS:
-                continue
-            how = m, tile, described
-            product = launched(x, gate, bias, *how)
-            y = launched(x, gate, bias, *how, "gelu")
-            if not torch.allclose(y.float(), functional.gelu(product.float()), 2e-3, 1e-5):
-                found.append(f"gelu {tile} {described} M{m}")
-            if not described or tile.block_m <= FEW_ROWS:
-                continue
-            for first, second in ((gate, up), (up, gate)):
-                products = [launched(x, w, None, *how).float() for w in (first, second)]
-                y = launched(x, first, None, *how, "silu", second)
-                want = functional.silu(products[0]) * products[1]
-                if not torch.allclose(y.float(), want, 2e-3, 1e-5):
-                    found.append(f"silu_mul {tile} M{m}, {first is gate}")
+    x, bias = torch.randn(150, k).to(dtype), torch.randn(1, n).to(dtype)
+    every = torch.randn(3, n, k).to(dtype)
+    gate, _, up = (w.t() for w in every)
+    how = m, tile, described
+    y = launched(x, gate, bias, *how, "gelu")
+    product = launched(x, gate, bias, *how)
+    if not torch.allclose(y.float(), functional.gelu(product.float()), 2e-3, 1e-5):
+        found.append("gelu")
+    if not described or tile.block_m <= FEW_ROWS:
+        return found
+    products = [launched(x, w, None, *how).float() for w in (gate, up)]
+    for first, second in ((0, 1), (1, 0)):
+        y = launched(x, (gate, up)[first], None, *how, "silu", (gate, up)[second])
+        want = functional.silu(products[first]) * products[second]
+        if not torch.allclose(y.float(), want, 2e-3, 1e-5):
+            found.append(f"silu_mul, {first=}")
     return found
 
 
-def test_it_ends_in_an_activation(pool: RankPool):
-    assert pool.run(activated, 1, group=False) == [[]]
-
-
-def test_it_multiplies(pool: RankPool):
-    assert pool.run(interpreted, 1, group=False) == [[]]
-
-
-def sums(rank: int, ranks: int) -> list[str]:
+@pytest.mark.drawn(3)
+@pytest.mark.parametrize("parts", [1, 2, 4, 8, 16])
+@on_ranks(1)
+def test_ranks_are_summed_in_order(rank: int, ranks: int, parts: int):
     """Numbers whose sum depends on the order."""
     import triton
     import triton.language as tl
@@ -200,15 +206,6 @@ def sums(rank: int, ranks: int) -> list[str]:
         at, offs = tl.arange(0, WORLD)[:, None], tl.arange(0, N)
         tl.store(y_ptr + offs, sum_of_parts(tl.load(x_ptr + at * N + offs[None, :]), True))
 
-    found, launch = list[str](), cast(Any, kernel)
-    for world in (1, 2, 4, 8, 16):
-        x = torch.randn(world, 64) * 10.0 ** torch.randint(-3, 4, (world, 64))
-        y = torch.empty(64)
-        launch[(1,)](x, y, world, 64)
-        if not torch.equal(y, sum(x, torch.zeros(64))):
-            found.append(f"{world} ranks")
-    return found
-
-
-def test_ranks_are_summed_in_order(pool: RankPool):
-    assert pool.run(sums, 1, group=False) == [[]]
+    x, y = torch.randn(parts, 64) * 10.0 ** torch.randint(-3, 4, (parts, 64)), torch.empty(64)
+    cast(Any, kernel)[(1,)](x, y, parts, 64)
+    assert torch.equal(y, sum(x, torch.zeros(64)))

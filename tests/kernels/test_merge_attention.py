@@ -1,21 +1,12 @@
-"""The merge of two attentions: interpreted against fp64, and compiled."""
+"""The merge of two attentions: interpreted against fp64."""
 
-import re
 import warnings
 from typing import Any
 
-import pytest
 import torch
 from on_ranks import on_ranks
 
 from counterpoint.kernels.merge_attention import merge_attention_kernel
-from counterpoint.testing.ptx import CAPABILITIES, compiled, lines_with
-
-TYPES = {
-    "y_ptr": "*bf16", "lse_ptr": "*fp32", "other_ptr": "*bf16", "lse_other_ptr": "*fp32",
-    "rows": "i32", "stride_y_row": "i32", "stride_y_head": "i32", "stride_lse": "i32",
-    "stride_other_row": "i32", "stride_other_head": "i32", "stride_lse_other": "i32",
-}  # fmt: skip
 
 
 @on_ranks(1)
@@ -49,29 +40,3 @@ def test_it_is_the_attention_of_both(rank: int, ranks: int) -> list[str]:
         if not torch.equal(whole[:2], before[:2]) or not torch.equal(whole[-2:], before[-2:]):
             found.append(f"{rows} {heads} {dim} {dtype}: other rows")
     return found
-
-
-@pytest.mark.shows("all_gather_attention", "compiled for", "sm_80 sm_90 sm_100")
-@pytest.mark.parametrize("capability", CAPABILITIES)
-def test_it_loads_16_bytes_at_a_time(capability: int):
-    constants = {"HEAD_DIM": 128, "BLOCK_ROWS": 32, "BLOCK_DIM": 128}
-    aligned = tuple(name for name in TYPES if name != "rows")
-    found = compiled(merge_attention_kernel, capability, TYPES, constants, num_warps=4,
-                     aligned=aligned)  # fmt: skip
-    accesses = re.findall(r"\b(ld|st)\.global\.(\S+)", found.ptx)
-    wide = [op for op, size in accesses if size in {"v4.b32", "v2.b64"}]
-    assert wide.count("ld") >= 2 and "st" in wide, accesses
-    assert not found.spills
-    assert found.registers <= 128
-
-
-@pytest.mark.parametrize("capability", CAPABILITIES)
-def test_sums_are_replaced_once_all_warps_have_read_them(capability: int):
-    """Rows are in several warps: without a barrier a late one reads what another has stored."""
-    constants = {"HEAD_DIM": 128, "BLOCK_ROWS": 32, "BLOCK_DIM": 128}
-    aligned = tuple(name for name in TYPES if name != "rows")
-    ptx = compiled(merge_attention_kernel, capability, TYPES, constants, num_warps=4,
-                   aligned=aligned).ptx  # fmt: skip
-    barrier = lines_with(ptx, r"\bbar(rier)?\.sync")[0]
-    sums = lines_with(ptx, r"\bld\.global\.b32")  # rows of y are loaded 16 bytes at a time
-    assert sums and max(sums) < barrier < lines_with(ptx, r"\bst\.global")[0]

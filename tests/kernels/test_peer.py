@@ -6,13 +6,14 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from planted import post_relaxed
+from kernel_code import code, generations
 from rankpool import RankPool
 from ttgir import all_stop_alike
+from turns import Scene, all_right, plant, shown
 
 from counterpoint.kernels import peer
 from counterpoint.kernels.peer import barrier, next_epoch, peer_ptr, put
-from counterpoint.testing.ptx import ACQUIRE, BARRIER, CAPABILITIES, RELEASE, compiled, in_order
+from counterpoint.testing.ptx import ACQUIRE, BARRIER, RELEASE, in_order
 
 WIDTH = 32
 
@@ -37,47 +38,42 @@ def exchange_kernel(
     tl.store(epoch_ptr, epoch)
 
 
-def off(rank: int, world: int, ranks: int, seeds: range, fault: bool) -> list[int]:
-    """For each seed, how many of four calls are off."""
-    from counterpoint.testing.interleave import Interleaved
+def calls_scene(patch: pytest.MonkeyPatch, seed: int, fault: str, ranks: int) -> Scene:
+    """Four calls."""
+    plant(patch, fault, peer)
+    memory = [torch.zeros(2 * ranks * (WIDTH + 1)) for _ in range(ranks)]
+    bases = torch.tensor([m.data_ptr() for m in memory])
+    xs, ys = torch.randn(4, ranks, WIDTH), torch.full((4, ranks, ranks, WIDTH), torch.nan)
+    words = torch.zeros(ranks, 8, dtype=torch.int32)
 
-    found: list[int] = []
-    with pytest.MonkeyPatch.context() as patch:
-        if fault:
-            patch.setattr(peer, "post", post_relaxed)
-        for seed in seeds:
-            torch.manual_seed(seed)
-            memory = [torch.zeros(2 * ranks * (WIDTH + 1)) for _ in range(ranks)]
-            bases = torch.tensor([m.data_ptr() for m in memory])
-            xs, ys = torch.randn(4, ranks, WIDTH), torch.full((4, ranks, ranks, WIDTH), torch.nan)
-            words = torch.zeros(ranks, 8, dtype=torch.int32)
+    def run(r: int) -> None:
+        launch: Any = exchange_kernel
+        for x, y in zip(xs, ys, strict=True):
+            launch[(1,)](x[r], y[r], bases, words[r], words[r, 2:], r, ranks, WIDTH)
 
-            def run(r: int, bases: Any = bases, xs: Any = xs, ys: Any = ys, words: Any = words):
-                for x, y in zip(xs, ys, strict=True):
-                    exchange_kernel[(1,)](
-                        x[r], y[r], bases, words[r], words[r, 2:], r, ranks, WIDTH
-                    )  # type: ignore[reportArgumentType]
+    def off() -> list[Any]:
+        wrong = [(i, r) for i in range(4) for r in range(ranks) if not torch.equal(ys[i][r], xs[i])]
+        return wrong or (["a wait gave up"] if words[:, 1:].any() else [])
 
-            Interleaved(seed).run([lambda r=r: run(r) for r in range(ranks)])
-            found.append(sum(not torch.equal(y[r], x) for x, y in zip(xs, ys, strict=True)
-                             for r in range(ranks)))  # fmt: skip
-            assert not words[:, 1:].any()
-    return found
+    return Scene([None] * ranks, run, off, memory)
+
+
+@pytest.mark.drawn(4)
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("seed", range(6))
+def test_behind_a_barrier_all_is_seen(pool: RankPool, ranks: int, seed: int):
+    all_right(pool, calls_scene, seed, ranks)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_behind_a_barrier_all_is_seen(pool: RankPool, ranks: int):
-    assert pool.run(off, 1, ranks, range(6), False, group=False) == [[0] * 6]
-    (found,) = pool.run(off, 1, ranks, range(6), True, group=False)
-    assert any(found), "a barrier that publishes nothing does not show"
+def test_a_barrier_that_publishes_nothing_shows(pool: RankPool, ranks: int):
+    shown(pool, calls_scene, "post_relaxed", "are off", ranks, seeds=6)
 
 
-@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("capability", generations(1))
 def test_a_barrier_releases_and_acquires(capability: int):
-    types = {"source_ptr": "*fp32", "target_ptr": "*fp32", "bases_ptr": "*i64",
-             "epoch_ptr": "*i32", "stop_ptr": "*i32", "rank": "i32"}  # fmt: skip
-    found = compiled(exchange_kernel, capability, types, {"WORLD": 4, "WIDTH": WIDTH}, num_warps=1,
-                     aligned=("source_ptr", "target_ptr", "bases_ptr"))  # fmt: skip
+    found = code(exchange_kernel, capability, dtype="fp32", pointers={"i32": "epoch stop"},
+                 plain="epoch stop", num_warps=1, WORLD=4, WIDTH=WIDTH)  # fmt: skip
     stores = found.ptx.partition("release")[0] + "release"  # those before the release
     assert in_order(stores, r"\bst\.global", BARRIER, "release")
     assert in_order(found.ptx, RELEASE, ACQUIRE, r"\.cg\.") and not found.spills

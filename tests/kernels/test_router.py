@@ -1,16 +1,13 @@
-"""Routing: kernels interpreted against torch's stable sorts, to the bit; compiled; and by torch."""
+"""Routing: kernels interpreted against torch's stable sorts, to the bit; and by torch."""
 
 import warnings
-from itertools import product
 
 import pytest
 import torch
-from rankpool import RankPool
+from on_ranks import on_ranks
 from torch import Tensor
 
-from counterpoint.kernels import router as kernels
 from counterpoint.ops import router
-from counterpoint.testing.ptx import CAPABILITIES, compiled
 
 INF, NAN = torch.inf, torch.nan
 # tokens, experts, top
@@ -43,41 +40,41 @@ def near(got: Tensor, want: Tensor) -> bool:
     return torch.allclose(got.double(), want.double(), 2e-6, 1e-7, equal_nan=True)
 
 
-def wrong_choices(rank: int, ranks: int) -> list[str]:
+@pytest.mark.drawn(8)
+@pytest.mark.parametrize("renormalize", [True, False])
+@pytest.mark.parametrize(("tokens", "experts", "top"), SHAPES)
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(1)
+def test_the_kernel_chooses_as_a_stable_sort(
+    rank: int, ranks: int, kind: str, tokens: int, experts: int, top: int, renormalize: bool
+) -> list[str]:
     found: list[str] = []
-    for kind, (tokens, experts, top), renormalize in product(KINDS, SHAPES, (True, False)):
-        logits = logits_of(kind, tokens, experts)
-        values, want = first_ones(logits, top)
-        assert torch.equal(logits.float().topk(top)[0].nan_to_num(9e9), values.nan_to_num(9e9))
-        chosen = torch.full((tokens, top), -1, dtype=torch.int32)
-        weights = torch.full((tokens, top), NAN if kind != "no numbers" else 5.0)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore" if kind == "no numbers" else "error", RuntimeWarning)
-            router.choose_into(weights, chosen, logits, renormalize)
-        exact = logits.double().requires_grad_()
-        every = exact if not renormalize else exact.gather(1, want)
-        shares = every.softmax(-1)
-        wanted = shares if renormalize else shares.gather(1, want)
-        what = f"{kind} {tokens} {experts} {top} {renormalize}"
-        if not torch.equal(chosen.long(), want):
-            found.append(f"{what}: experts")
-        if not near(weights, wanted.detach()):
-            found.append(f"{what}: weights")
-        if kind == "no numbers":
-            continue
-        dweights = torch.randn(tokens, top)
-        dwant = torch.autograd.grad(wanted, exact, dweights.double())[0]
-        dlogits = torch.full_like(logits, NAN)
-        given = (dlogits, dweights, weights, chosen, logits, renormalize)
-        router.choose_gradient_into(*given)
-        bound = 1e-6 + torch.finfo(logits.dtype).eps * dwant.abs()
-        if not ((dlogits.double() - dwant).abs() <= bound).all():
-            found.append(f"{what}: gradient")
+    logits = logits_of(kind, tokens, experts)
+    values, want = first_ones(logits, top)
+    assert torch.equal(logits.float().topk(top)[0].nan_to_num(9e9), values.nan_to_num(9e9))
+    chosen = torch.full((tokens, top), -1, dtype=torch.int32)
+    weights = torch.full((tokens, top), NAN if kind != "no numbers" else 5.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore" if kind == "no numbers" else "error", RuntimeWarning)
+        router.choose_into(weights, chosen, logits, renormalize)
+    exact = logits.double().requires_grad_()
+    every = exact if not renormalize else exact.gather(1, want)
+    shares = every.softmax(-1)
+    wanted = shares if renormalize else shares.gather(1, want)
+    if not torch.equal(chosen.long(), want):
+        found.append("experts")
+    if not near(weights, wanted.detach()):
+        found.append("weights")
+    if kind == "no numbers":
+        return found
+    dweights = torch.randn(tokens, top)
+    dwant = torch.autograd.grad(wanted, exact, dweights.double())[0]
+    dlogits = torch.full_like(logits, NAN)
+    router.choose_gradient_into(dlogits, dweights, weights, chosen, logits, renormalize)
+    bound = 1e-6 + torch.finfo(logits.dtype).eps * dwant.abs()
+    if not ((dlogits.double() - dwant).abs() <= bound).all():
+        found.append("gradient")
     return found
-
-
-def test_the_kernel_chooses_as_a_stable_sort(pool: RankPool):
-    assert pool.run(wrong_choices, 1, group=False) == [[]]
 
 
 def named(kind: str, tokens: int, experts: int, top: int) -> Tensor:
@@ -90,42 +87,37 @@ def named(kind: str, tokens: int, experts: int, top: int) -> Tensor:
     return drawn
 
 
-def wrong_orders(rank: int, ranks: int, block: int, programs: int) -> list[str]:
-    found: list[str] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(router, "BLOCK", block)
-        patch.setattr(router, "PROGRAMS", programs)
-        patch.setattr(router, "COUNTS", 128)
-        for kind in ("drawn", "one takes all", "experts without rows"):
-            for (tokens, every, top), dtype in product(
-                ((1, 8, 2), (33, 64, 8), (18, 16, 16), (0, 8, 2)), (torch.int32, torch.int64)
-            ):
-                experts = named(kind, tokens, every, top).to(dtype)
-                want = router.order_by_expert(experts, every)  # by torch
-                got = [torch.full_like(t, -7) for t in want]
-                router.order_into(*got, experts)  # type: ignore[call-arg]
-                if not all(torch.equal(g, w) for g, w in zip(got, want, strict=True)):
-                    found.append(f"{kind} {tokens} {every} {top} {dtype}")
-    return found
-
-
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize(("block", "programs"), [(128, 128), (16, 3)])
-def test_the_kernels_order_as_a_stable_sort(pool: RankPool, block: int, programs: int):
-    assert pool.run(wrong_orders, 1, block, programs, group=False) == [[]]
+@pytest.mark.parametrize("kind", ["drawn", "one takes all", "experts without rows"])
+@pytest.mark.parametrize(
+    ("tokens", "experts", "top"), [(1, 8, 2), (33, 64, 8), (18, 16, 16), (0, 8, 2)]
+)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@on_ranks(1)
+def test_the_kernels_order_as_a_stable_sort(
+    rank: int, ranks: int, dtype: torch.dtype, tokens: int, experts: int, top: int, kind: str,
+    block: int, programs: int,
+):  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (("BLOCK", block), ("PROGRAMS", programs), ("COUNTS", 128)):
+            patch.setattr(router, name, value)
+        chosen = named(kind, tokens, experts, top).to(dtype)
+        want = router.order_by_expert(chosen, experts)  # by torch
+        got = [torch.full_like(t, -7) for t in want]
+        router.order_into(*got, chosen)  # type: ignore[call-arg]
+    assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
 
 
-def outside(rank: int, ranks: int) -> None:
+@on_ranks(1)
+def test_what_names_no_expert_comes_last_and_is_not_counted(rank: int, ranks: int):
+    """So that the kernel that sums finds rows beyond the counts, and says so."""
     experts = torch.tensor([[0, 9], [-1, 3], [3, 0], [4, -5]])
     counts, places, tokens = (torch.full((n,), -7, dtype=torch.int32) for n in (4, 8, 8))
     router.order_into(counts, places.view(4, 2), tokens, experts)
     assert counts.tolist() == [2, 0, 0, 2]
     assert places.tolist() == [0, 4, 5, 2, 3, 1, 6, 7]
     assert tokens.tolist() == [0, 2, 1, 2, 0, 1, 3, 3]
-
-
-def test_what_names_no_expert_comes_last_and_is_not_counted(pool: RankPool):
-    """So that the kernel that sums finds rows beyond the counts, and says so."""
-    pool.run(outside, 1, group=False)
 
 
 @pytest.mark.parametrize("renormalize", [True, False])
@@ -144,28 +136,3 @@ def test_the_operators(renormalize: bool):
     given = (dweights, weights.detach(), experts, logits.detach(), renormalize)
     torch.library.opcheck(ops.choose_experts_gradient, given)
     torch.library.opcheck(ops.order_by_expert, (experts, 9))
-
-
-@pytest.mark.parametrize("capability", CAPABILITIES)
-def test_all_stays_in_registers(capability: int):
-    experts, top = 512, 16
-    wide = {"EXPERTS": max(32, experts)}
-    of_tokens = {
-        "TOP": top, "RENORMALIZE": True, "TOKENS": 1, "EXPERTS": experts, "CHOICES": top
-    }  # fmt: skip
-    order = {"BLOCK": router.BLOCK, **wide}
-    for kernel, constants in (
-        (kernels.choose_experts_kernel, of_tokens),
-        (kernels.choose_experts_gradient_kernel, of_tokens),
-        (kernels.count_experts_kernel, order),
-        (kernels.place_rows_kernel, order | {"BLOCKS": router.COUNTS // experts}),
-    ):
-        floats = ("logits_ptr", "dlogits_ptr", "weights_ptr", "dweights_ptr")
-        types = {
-            name: "i32" if not name.endswith("ptr") else "*fp32" if name in floats else "*i32"
-            for name in kernel.arg_names if name not in constants
-        }  # fmt: skip
-        aligned = tuple(name for name in types if name.endswith("ptr") or name == "E")
-        warps = 1 if constants is of_tokens else router.NUM_WARPS
-        found = compiled(kernel, capability, types, constants, aligned=aligned, num_warps=warps)
-        assert not found.spills, kernel.__name__

@@ -1,19 +1,22 @@
-"""Sums of a token's rows and their gradients: kernels interpreted against fp64, and compiled."""
+"""Sums of a token's rows and their gradients: kernels interpreted against fp64, and by torch."""
 
 import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
-from rankpool import RankPool
+from on_ranks import on_ranks
 from torch import Tensor
 
-from counterpoint.kernels.token_sums import token_sum_gradient_kernel, token_sum_kernel
 from counterpoint.ops import token_sums
 from counterpoint.runtime.token_sums import Source, sum_by_kernel, sum_rows
-from counterpoint.testing.ptx import compiled
 
 # tokens, top, rows, N; more rows than are named, fewer, a row of two blocks
 CASES = ((7, 2, 20, 40), (9, 3, 5, 16), (4, 1, 4, 2100), (3, 2, 0, 8), (0, 2, 6, 8))
+
+Case = tuple[int, int, int, int]
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 
 
 def drawn(
@@ -39,43 +42,50 @@ def near(got: Tensor, want: Tensor, dtype: torch.dtype) -> bool:
     return got.shape == want.shape and bool(((got.double() - want).abs() <= bound).all())
 
 
-def wrong(rank: int, ranks: int) -> list[str]:
+@contextmanager
+def interpreted() -> Iterator[None]:
+    """What Triton's interpreter warns of is no error of ours."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        yield
+
+
+@pytest.mark.drawn(6)
+@pytest.mark.parametrize("kind", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+@DTYPES
+@on_ranks(1)
+def test_kernels_sum_as_fp64_does(
+    rank: int, ranks: int, dtype: torch.dtype, case: Case, kind: torch.dtype
+) -> list[str]:
     """Both kernels, on the CPU, into memory full of NaN."""
     found: list[str] = []
-    torch.manual_seed(0)
-    for dtype in (torch.float32, torch.float16):
-        for case in CASES:
-            tokens, _, rows, n = case
-            dout, index, weights, y = drawn(*case, dtype)
-            if not rows:
-                index = index[:0]
-                dout, weights = dout[:0], weights[:0]
-            dy, dweights = want_of(dout, index, weights, y)
-            for kind in (torch.int32, torch.int64):
-                got = torch.full((rows, n), torch.nan, dtype=dtype)
-                found_w = torch.full(weights.shape, torch.nan)
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore", DeprecationWarning)
-                    token_sums.gradient_into(got, found_w, dout, index.to(kind), weights, y)
-                    if not near(got, dy, dtype) or not near(found_w, dweights, torch.float32):
-                        found.append(f"{case} {dtype} {kind}: gradient")
-                    got.fill_(torch.nan)
-                    token_sums.gradient_into(got, found_w[:0], dout, index.to(kind), weights, None)
-                    if not near(got, dy, dtype):
-                        found.append(f"{case} {dtype} {kind}: gradient of rows alone")
-                    if tokens and rows:
-                        out = torch.full((tokens, n), torch.nan, dtype=dtype)
-                        sum_by_kernel(out, Source(y, index.to(kind)))
-                        if not near(out, y.double()[index].sum(1), dtype):
-                            found.append(f"{case} {dtype} {kind}: sum")
+    tokens, _, rows, n = case
+    dout, index, weights, y = drawn(*case, dtype)
+    if not rows:
+        dout, index, weights = dout[:0], index[:0], weights[:0]
+    dy, dweights = want_of(dout, index, weights, y)
+    got, found_w = (
+        torch.full((rows, n), torch.nan, dtype=dtype),
+        torch.full_like(weights, torch.nan),
+    )
+    with interpreted():
+        token_sums.gradient_into(got, found_w, dout, index.to(kind), weights, y)
+        if not near(got, dy, dtype) or not near(found_w, dweights, torch.float32):
+            found.append("gradient")
+        got.fill_(torch.nan)
+        token_sums.gradient_into(got, found_w[:0], dout, index.to(kind), weights, None)
+        if not near(got, dy, dtype):
+            found.append("gradient of rows alone")
+        if tokens and rows:
+            out = torch.full((tokens, n), torch.nan, dtype=dtype)
+            sum_by_kernel(out, Source(y, index.to(kind)))
+            if not near(out, y.double()[index].sum(1), dtype):
+                found.append("sum")
     return found
 
 
-def test_kernels_sum_as_fp64_does(pool: RankPool):
-    assert pool.run(wrong, 1, group=False) == [[]]
-
-
-def of_two(case: tuple[int, int, int, int], dtype: torch.dtype) -> tuple[Source, Source, Tensor]:
+def of_two(case: Case, dtype: torch.dtype) -> tuple[Source, Source, Tensor]:
     """Weighted rows and others, of entries that may name none of either; their sums in fp64."""
     tokens, top, rows, n = case
     sources: list[Source] = []
@@ -92,41 +102,31 @@ def of_two(case: tuple[int, int, int, int], dtype: torch.dtype) -> tuple[Source,
     return sources[0], sources[1], want
 
 
-def wrong_of_two(rank: int, ranks: int) -> list[str]:
-    found: list[str] = []
-    torch.manual_seed(2)
-    for dtype in (torch.float32, torch.float16):
-        for case in CASES[:-1]:
-            source, more, want = of_two(case, dtype)
-            for name, call in (("kernel", sum_by_kernel), ("torch", sum_rows)):
-                out = torch.full(want.shape, torch.nan, dtype=dtype)
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore", DeprecationWarning)
-                    call(out, source, more)
-                bound = 1e-5 + torch.finfo(dtype).eps * want.abs()
-                if not ((out.double() - want).abs() <= bound).all():
-                    found.append(f"{case} {dtype}: {name}")
-    return found
+@pytest.mark.drawn(4)
+@pytest.mark.parametrize("call", [sum_by_kernel, sum_rows])
+@pytest.mark.parametrize("case", CASES[:-1], ids=str)
+@DTYPES
+@on_ranks(1)
+def test_rows_of_two_places_are_summed_and_entries_of_neither_left_out(
+    rank: int, ranks: int, dtype: torch.dtype, case: Case, call: Callable[..., None]
+):
+    source, more, want = of_two(case, dtype)
+    out = torch.full(want.shape, torch.nan, dtype=dtype)
+    with interpreted():
+        call(out, source, more)
+    assert near(out, want, dtype)
 
 
-def test_rows_of_two_places_are_summed_and_entries_of_neither_left_out(pool: RankPool):
-    assert pool.run(wrong_of_two, 1, group=False) == [[]]
-
-
-def outside(rank: int, ranks: int) -> list[float]:
+@on_ranks(1)
+def test_rows_that_are_none_are_left_out(rank: int, ranks: int):
+    """The forward has said so; the backward reads and writes nothing of them."""
     index, y = torch.tensor([[0, 5], [-1, 1]]), torch.randn(2, 8)
     dout, weights = torch.ones(2, 8), torch.tensor([[2.0, 3.0], [5.0, 7.0]])
     dy, dweights = torch.full((2, 8), torch.nan), torch.zeros(2, 2)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
+    with interpreted():
         token_sums.gradient_into(dy, dweights, dout, index, weights, y)
     assert dweights[0, 1] == dweights[1, 0] == 0
-    return dy[:, 0].tolist()
-
-
-def test_rows_that_are_none_are_left_out(pool: RankPool):
-    """The forward has said so; the backward reads and writes nothing of them."""
-    assert pool.run(outside, 1, group=False) == [[2.0, 7.0]]
+    assert dy[:, 0].tolist() == [2.0, 7.0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -146,28 +146,3 @@ def test_the_cpu_computes_the_same(dtype: torch.dtype):
     ops = torch.ops.counterpoint
     torch.library.opcheck(ops.token_sum, (y, index))
     torch.library.opcheck(ops.token_sum_gradient, (dout, index, weights, case[2], y))
-
-
-@pytest.mark.parametrize("capability", [80, 90, 100])
-def test_rows_are_moved_16_bytes_at_a_time(capability: int):
-    types = {"rows_ptr": "*bf16", "index_ptr": "*i32", "first": "i32", "count": "i32",
-             "weights_ptr": "*fp32", "more_ptr": "*bf16", "more_index_ptr": "*i32",
-             "more_first": "i32", "more_count": "i32", "out_ptr": "*bf16", "tokens": "i32",
-             "N": "i32"}  # fmt: skip
-    for more, weighted in ((0, False), (0, True), (4, False)):
-        found = compiled(
-            token_sum_kernel, capability, types,
-            {"TOP": 8, "MORE": more, "WEIGHTED": weighted, "BLOCK_N": 2048}, num_warps=4,
-            aligned=("rows_ptr", "more_ptr", "out_ptr", "N"),
-        )  # fmt: skip
-        wide = "ld.global.v4.b32" in found.ptx and "st.global.v4.b32" in found.ptx
-        assert wide and not found.spills
-    types = {"dout_ptr": "*bf16", "weights_ptr": "*fp32", "y_ptr": "*bf16", "index_ptr": "*i32",
-             "named_ptr": "*i32", "dy_ptr": "*bf16", "dweights_ptr": "*fp32", "entries": "i32",
-             "rows": "i32", "N": "i32"}  # fmt: skip
-    found = compiled(
-        token_sum_gradient_kernel, capability, types,
-        {"TOP": 8, "BLOCK_N": 2048, "WEIGHTS": True}, num_warps=4,
-        aligned=("dout_ptr", "y_ptr", "dy_ptr", "N"),
-    )  # fmt: skip
-    assert "ld.global.v4.b32" in found.ptx and "st.global.v4.b32" in found.ptx and not found.spills

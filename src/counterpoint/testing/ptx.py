@@ -16,11 +16,12 @@ import os
 import re
 import subprocess
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import triton
 import triton.backends.nvidia
@@ -34,26 +35,37 @@ CAPABILITIES = [80, 90, 100]  # generations of GPUs: A100, H100 and H200, B200
 CUOBJDUMP = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
 
 
-class Compiled(NamedTuple):
+@dataclass(frozen=True)
+class Compiled:
     """A compiled kernel, and what the assembler says of its machine code.
 
     Attributes:
         ptx: its code as PTX.
         ttgir: in Triton's own form.
-        sass: as the machine runs it.
+        cubin: as the machine runs it.
         registers: of a thread.
         shared_bytes: static shared memory of a block.
         dynamic_bytes: shared memory that a launch adds.
-        spills: loads and stores of local memory.
+        local_bytes: of a thread, for what has no register.
     """
 
-    ptx: str
+    ptx: str = field(repr=False)
+    ttgir: str = field(repr=False)
+    cubin: bytes = field(repr=False)
     registers: int
     shared_bytes: int
-    spills: int
     dynamic_bytes: int
-    ttgir: str
-    sass: str
+    local_bytes: int
+
+    @property
+    def sass(self) -> str:
+        """The machine code as text, which takes longer than to compile most kernels."""
+        return _cuobjdump(self.cubin, "-sass")
+
+    @property
+    def spills(self) -> int:
+        """Loads and stores of local memory."""
+        return len(re.findall(r"\b(?:STL|LDL)\b", self.sass)) if self.local_bytes else 0
 
 
 def compiled(
@@ -95,14 +107,12 @@ def compiled(
     target = GPUTarget("cuda", capability, 32)
     launch = {"num_warps": num_warps, "num_stages": num_stages, **options}
     found = triton.compile(source, target=target, options=launch)
-    usage = _cuobjdump(found.asm["cubin"], "-res-usage")
-    names = ("REG", "SHARED")
-    registers, shared = (int(re.search(rf"\b{name}:(\d+)", usage)[1]) for name in names)  # type: ignore[index]
-    sass = _cuobjdump(found.asm["cubin"], "-sass")
-    spills = len(re.findall(r"\b(?:STL|LDL)\b", sass))
+    said = _cuobjdump(found.asm["cubin"], "-res-usage")
+    usage = {name: int(number) for name, number in re.findall(r"\b([A-Z]+):(\d+)", said)}
     return Compiled(
-        found.asm["ptx"], registers, shared, spills, found.metadata.shared, found.asm["ttgir"], sass
-    )
+        found.asm["ptx"], found.asm["ttgir"], found.asm["cubin"], usage["REG"], usage["SHARED"],
+        found.metadata.shared, usage["STACK"] + usage["LOCAL"],
+    )  # fmt: skip
 
 
 @cache
