@@ -188,7 +188,7 @@ def filled(x: Tensor, rows: int | None, dtype: torch.dtype = torch.float32) -> T
 
 
 def wrong_gradients(
-    rank: int, given: Whole, plan: str, device: bool, also: bool, tokens: tuple[int, int] = (4, 3)
+    rank: int, given: Whole, plan: str, device: bool, also: bool, tokens: tuple[int, int]
 ) -> list[str]:
     """Which results and gradients of an operator are not those of one process in fp64.
 
@@ -213,7 +213,9 @@ def wrong_gradients(
     summing, keeping = also and given.back, also and not given.back
     if summing:
         results = [summed(y, *each) for y, each in zip(results, sums, strict=True)]
-        more = {"sum_of": (sums[rank][0], filled(sums[rank][1], None))}
+        more = {
+            "sum_of": (sums[rank][0].int() if rank else sums[rank][0], filled(sums[rank][1], None))
+        }
     arriving = [integers(*y.shape, generator=generator, dtype=torch.float64) for y in results]
     losses = [(y * dy).sum() for y, dy in zip(results, arriving, strict=True)]
     if keeping:

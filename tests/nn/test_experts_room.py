@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest.mock import Mock
 
@@ -10,7 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from expert_bodies import small_kernels
-from expert_layer_bodies import pair, wrong_mlp
+from expert_layer_bodies import pair
+from expert_layer_bodies import wrong_mlp as wrong_in
 from island_bodies import CPU, on_islands
 from on_ranks import on_ranks
 from rank_bodies import by_reference
@@ -24,6 +26,9 @@ from counterpoint.runtime.workspace import workspace_of
 
 FEATURES, HIDDEN, LOCAL, TOP = 16, 8, 3, 2
 DTYPE = torch.bfloat16
+
+
+wrong_mlp = partial(wrong_in, norm=float("inf"))
 
 
 @contextmanager

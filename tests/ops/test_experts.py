@@ -6,19 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from expert_bodies import (
-    OPS,
-    Lists,
-    by_expert,
-    by_owner,
-    by_torch,
-    integers,
-    multiplied,
-    summed,
-    tables,
-    whole,
-    wrong_products,
-)
+from expert_bodies import OPS, Lists, by_expert, by_torch, multiplied, tables, whole, wrong_products
 from on_ranks import on_ranks
 from rank_bodies import world
 from refusals import wrongly_refused
@@ -69,32 +57,6 @@ def test_each_row_and_its_product(rank: int, ranks: int, local: int, plan: str) 
     with by_torch():
         return [f"{name}: {text}" for name, counts, dtype in cases
                 for text in wrong_products(rank, counts, spec, dtype, k, n)]  # fmt: skip
-
-
-@pytest.mark.drawn(1)
-@on_ranks(1, 3)
-def test_the_sum_over_a_tokens_rows(rank: int, ranks: int) -> list[str]:
-    """The sum over a token's rows: any rows, more than once, and none."""
-    found: list[str] = []
-    generator = torch.Generator().manual_seed(rank)
-    for name, counts in tables(ranks, 2).items():
-        for dtype in (torch.float32, torch.bfloat16):
-            given = whole(counts, K, N, dtype, back=True)
-            exact = given.double()
-            back = by_owner(multiplied(exact.xs, exact.ws, counts), counts)[rank]
-            t = len(back)
-            for shape in [(4, 3), (4, 1), (0, 3), (4, 0)]:
-                shape = shape if t else (0, shape[1])
-                index = torch.randint(max(t, 1), shape, generator=generator)
-                weights = integers(*shape, generator=generator, dtype=torch.float32) / 8
-                out = cp.matmul_all_to_all(
-                    given.xs[rank], given.ws[rank], counts=counts, sum_of=(index.int(), weights)
-                )
-                # each row is rounded for the way
-                want = summed(back.to(dtype).double(), index, weights.double()).to(dtype)
-                if not torch.equal(out, want):
-                    found.append(f"{name} {dtype} {shape}")
-    return found
 
 
 @on_ranks(2)

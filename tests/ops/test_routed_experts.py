@@ -9,18 +9,7 @@ import torch
 from island_bodies import everyone, on_islands, shards
 from on_ranks import on_ranks
 from rank_bodies import by_reference, world
-from routed_bodies import (
-    CHOICES,
-    HIDDEN,
-    LOCAL,
-    TOP,
-    K,
-    N,
-    chosen,
-    layer,
-    weights_by_row,
-    wrong_layer,
-)
+from routed_bodies import CHOICES, LOCAL, TOP, K, N, chosen, layer, weights_by_row, wrong_layer
 from torch import Tensor
 
 import counterpoint as cp
@@ -214,8 +203,8 @@ def test_the_dispatcher_fakes_and_compilers(rank: int, ranks: int, known: str, s
         routes = cp.exchange_routes(experts, weights, num_experts=every, max_rows=room)
         which, each, top = routes[:3], routes.weights.detach(), routes.top_k
         x, up, down = (shards(rank, *shape).to(dtype) for shape in
-                       ((7, K), (LOCAL, K, HIDDEN), (LOCAL, HIDDEN, N)))  # fmt: skip
-        h = torch.zeros(room or len(each), HIDDEN, dtype=dtype)
+                       ((7, K), (LOCAL, K, K), (LOCAL, K, N)))  # fmt: skip
+        h = torch.zeros(room or len(each), K, dtype=dtype)
         x, up, h, down, each = (t.requires_grad_() for t in (x, up, h, down, each))
         back = "auto" if on_device else "serial"
         calls = [
