@@ -7,6 +7,7 @@ fp32 and fp64, so results are compared bit by bit. The reference is differentiab
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -79,15 +80,12 @@ class Whole:
     counts: Lists
     xs: list[Tensor]
     ws: list[Tensor]
-
-    @property
-    def local(self) -> int:
-        return len(self.counts[0]) // len(self.counts)
+    back: bool = False  # xs are by expert
 
     def double(self) -> "Whole":
         """A copy in fp64 that asks for gradients."""
         xs, ws = ([t.double().detach().requires_grad_() for t in ts] for ts in (self.xs, self.ws))
-        return Whole(self.counts, xs, ws)
+        return Whole(self.counts, xs, ws, self.back)
 
 
 def integers(*shape: int, generator: torch.Generator, dtype: torch.dtype) -> Tensor:
@@ -109,7 +107,8 @@ def whole(
     xs = [integers(t, k, generator=generator, dtype=dtype) for t in rows]
     shape = (local, k, n) if stored == "kn" else (local, n, k)
     ws = [integers(*shape, generator=generator, dtype=dtype) for _ in range(ranks)]
-    return Whole(counts, xs, ws if stored == "kn" else [w.transpose(1, 2) for w in ws])
+    ws = ws if stored == "kn" else [w.transpose(1, 2) for w in ws]
+    return Whole(counts, xs, ws, back)
 
 
 def by_expert(xs: list[Tensor], counts: Lists) -> list[Tensor]:
@@ -148,11 +147,19 @@ def summed(y: Tensor, index: Tensor, weights: Tensor) -> Tensor:
     return (weights[:, :, None] * y[index]).sum(1)
 
 
+OPS = ("all_to_all_matmul", "matmul_all_to_all")
+
+
 def wrong_products(
-    rank: int, counts: Lists, plan: str, dtype: torch.dtype, k: int, n: int
+    rank: int, counts: Lists, plan: Any, dtype: torch.dtype, k: int, n: int
 ) -> list[str]:
-    """Which results of both operators are not those of one process, with either layout of w."""
+    """Which results of both operators are not those of one process, with either layout of w.
+
+    Args:
+        plan: for both, or a dict of them by operator.
+    """
     found: list[str] = []
+    out, back = (plan[op] if isinstance(plan, dict) else plan for op in OPS)
     local = len(counts[0]) // len(counts)
     table = torch.tensor(counts, dtype=torch.int32 if local == 1 else torch.int64)
     for stored in ("kn", "nk"):
@@ -160,13 +167,97 @@ def wrong_products(
         x, w, exact = given.xs[rank], given.ws[rank], given.double()
         rows = by_expert(exact.xs, counts)
         want = multiplied(rows, exact.ws, counts)[rank].to(dtype)
-        y, kept = cp.all_to_all_matmul(x, w, counts=table, plan=plan, return_rows=True)
-        alone = cp.all_to_all_matmul(x, w, counts=counts, plan=plan)
+        y, kept = cp.all_to_all_matmul(x, w, counts=table, plan=out, return_rows=True)
+        alone = cp.all_to_all_matmul(x, w, counts=counts, plan=out)
         given = whole(counts, k, n, dtype, back=True, stored=stored)
         exact = given.double()
-        back = by_owner(multiplied(exact.xs, exact.ws, counts), counts)[rank].to(dtype)
-        returned = cp.matmul_all_to_all(given.xs[rank], given.ws[rank], counts=table, plan=plan)
+        wanted = by_owner(multiplied(exact.xs, exact.ws, counts), counts)[rank].to(dtype)
+        returned = cp.matmul_all_to_all(given.xs[rank], given.ws[rank], counts=table, plan=back)
         pairs = {"y": (y, want), "y alone": (alone, want), "rows": (kept, rows[rank].to(dtype)),
-                 "returned": (returned, back)}  # fmt: skip
+                 "returned": (returned, wanted)}  # fmt: skip
         found += [f"{name} {stored}" for name, pair in pairs.items() if not torch.equal(*pair)]
     return found
+
+
+def filled(x: Tensor, rows: int | None, dtype: torch.dtype = torch.float32) -> Tensor:
+    """A leaf with the numbers of x, and NaN after them up to `rows` rows."""
+    x = x.detach().to(dtype)
+    if rows is not None:
+        x = torch.cat((x, x.new_full((rows - len(x), x.shape[1]), float("nan"))))
+    return x.clone().requires_grad_()
+
+
+def wrong_gradients(
+    rank: int, given: Whole, plan: str, device: bool, also: bool, tokens: tuple[int, int]
+) -> list[str]:
+    """Which results and gradients of an operator are not those of one process in fp64.
+
+    Args:
+        given: for matmul_all_to_all, if it is `back`.
+        device: alone knows the counts. Then x and the result have more rows: what is there of x
+            is not read, of the result not written, and of gradients 0.
+        also: rows that came are used; or rows are summed, [tokens, of each], and weights have
+            gradients.
+    """
+    exact, counts, dtype, op = given.double(), given.counts, given.xs[0].dtype, OPS[given.back]
+    rows = exact.xs if given.back else by_expert(exact.xs, counts)
+    results = multiplied(rows, exact.ws, counts)
+    results = by_owner(results, counts) if given.back else results
+    lengths, generator = [len(y) for y in results], torch.Generator().manual_seed(9)
+    sums, more = list[tuple[Tensor, Tensor]](), dict[str, Any]()
+    for length in lengths:
+        shape = (tokens[0] if length else 0, tokens[1])
+        index = torch.randint(max(length, 1), shape, generator=generator)
+        weights = integers(*shape, generator=generator, dtype=torch.float64) / 8
+        sums.append((index, weights.requires_grad_()))
+    summing, keeping = also and given.back, also and not given.back
+    if summing:
+        results = [summed(y, *each) for y, each in zip(results, sums, strict=True)]
+        more = {
+            "sum_of": (sums[rank][0].int() if rank else sums[rank][0], filled(sums[rank][1], None))
+        }
+    arriving = [integers(*y.shape, generator=generator, dtype=torch.float64) for y in results]
+    losses = [(y * dy).sum() for y, dy in zip(results, arriving, strict=True)]
+    if keeping:
+        losses += [3 * r.square().sum() / 2 for r in rows]
+    torch.autograd.backward(losses)
+
+    room = 3 + max(lengths) if device else None
+    # one kernel wants equally many rows of all ranks
+    longest = max(map(len, given.xs)) if plan == "fused" else len(given.xs[rank])
+    x = filled(given.xs[rank], 2 + longest if device else None, dtype)
+    w = given.ws[rank].detach().requires_grad_()
+    more |= {} if given.back else {"return_rows": True}
+    got = getattr(cp, op)(x, w, counts=torch.tensor(counts), max_rows=room, plan=plan, **more)
+    y, kept = (got, None) if given.back else got
+    # what arrives beyond the sum of the table is not read
+    dy = filled(arriving[rank], None if summing else room, dtype).detach()
+    pairs, found = {"y": (y, results[rank])}, list[str]()
+    if kept is None:
+        y.backward(dy)
+    else:
+        # what lies beyond them is not said
+        pairs["rows"] = kept[: len(rows[rank])], rows[rank]
+        found += [] if len(kept) == len(y) else ["rows of another number"]
+        both = (y, kept) if keeping else (y,)
+        torch.autograd.backward(both, (dy, 3 * kept.detach())[: len(both)])
+    for name, pair in pairs.items():
+        lines = room if name == "y" and not summing else None
+        found += [name] if differs(*pair, lines, float("nan")) else []
+    pairs = {"dw": (w.grad, exact.ws[rank].grad)}
+    found += ["dx"] if differs(x.grad, exact.xs[rank].grad, len(x), 0.0) else []
+    if summing:
+        pairs["dweights"] = more["sum_of"][1].grad, sums[rank][1].grad
+    found += [name for name, pair in pairs.items() if differs(*pair, None, 0.0)]
+    return [f"{op} {name}, also {also}" for name in found]
+
+
+def differs(got: Tensor | None, want: Tensor | None, rows: int | None, beyond: float) -> bool:
+    """Not to the bit, or not `rows` rows, if so many are to be, with `beyond` in the last ones."""
+    assert got is not None and want is not None
+    want = want.detach().to(got.dtype)
+    if rows is not None:
+        want = torch.cat((want, want.new_full((rows - len(want), *want.shape[1:]), beyond)))
+    if got.shape != want.shape:
+        return True
+    return not bool(((got == want) | (got.isnan() & want.isnan())).all())

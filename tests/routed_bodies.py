@@ -1,15 +1,18 @@
 """Experts of tokens, and what a layer of them is by definition: for tests of experts by routes."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 import counterpoint as cp
+from counterpoint.measure.timing import relative_error
 from counterpoint.runtime.device_routes import Found, tell_into
 from counterpoint.runtime.routes import NONE
 
 LOCAL, TOP = 2, 3  # experts of a rank, and of a token
+K, HIDDEN, N = 8, 24, 16  # of `wrong_layer`: what kernels take
+ROOM = 14  # rows of a rank, where others are dropped
 CHOICES = ("uniform", "skewed", "first island", "last rank")
 KINDS = ("drawn", "skewed", "one expert", "last rank", "twice", "fewer")  # of `named`
 
@@ -48,6 +51,115 @@ def by_torch(x: Tensor, ups: Tensor, downs: Tensor, experts: Tensor, weights: Te
     """The same of one rank's tokens, with the experts of all."""
     each = torch.einsum("tk,tjkh->tjh", x, ups[experts]).tanh()
     return (torch.einsum("tjh,tjhn->tjn", each, downs[experts]) * weights[..., None]).sum(1)
+
+
+def kept(lists: list[Tensor], weights: list[Tensor], experts: int, room: int) -> list[Tensor]:
+    """Which of the experts of each rank's tokens are kept: entry by entry, as a person would."""
+    ranks = len(lists)
+    found = [torch.ones(each.shape, dtype=torch.bool) for each in lists]
+    for d in range(ranks):
+        rows = [
+            (-float(weights[s][t, j]), s, t, j)
+            for s, each in enumerate(lists)
+            for t, row in enumerate(each.tolist())
+            for j, e in enumerate(row)
+            if e // (experts // ranks) == d
+        ]
+        for _, s, t, j in sorted(rows)[room:]:
+            found[s][t, j] = False
+    return found
+
+
+class Given(NamedTuple):
+    """What one rank brings. Any rank can make it."""
+
+    x: Tensor
+    up: Tensor
+    down: Tensor
+    weights: Tensor
+    experts: Tensor
+    dy: Tensor
+
+
+def given(name: str, rank: int, ranks: int, tokens: int, dtype: torch.dtype) -> Given:
+    generator = torch.Generator().manual_seed(1000 + rank)
+
+    def drawn(*shape: int, by: float = 1) -> Tensor:
+        return (torch.randn(shape, generator=generator) / by).to(dtype)
+
+    x, up, down = drawn(tokens, K), drawn(LOCAL, K, HIDDEN, by=3), drawn(LOCAL, HIDDEN, N, by=5)
+    weights = torch.randn(tokens, TOP, generator=generator).softmax(1)
+    return Given(x, up, down, weights, chosen(name, rank, ranks, tokens), drawn(tokens, N))
+
+
+def dense(every: list[Given], stay: list[Tensor], rank: int) -> list[Tensor]:
+    """By torch in fp64: the result of a rank, and its gradients of x, up, down and weights.
+
+    Args:
+        stay: experts of tokens that are not dropped.
+    """
+    leaves = [[t.double().requires_grad_() for t in each[:4]] for each in every]
+    ups, downs = (torch.cat([each[i] for each in leaves]) for i in (1, 2))
+    ys = [by_torch(x, ups, downs, each.experts, weights * there)
+          for (x, _, _, weights), each, there in zip(leaves, every, stay, strict=True)]  # fmt: skip
+    torch.autograd.backward(ys, [each.dy.double() for each in every])
+    return [ys[rank].detach(), *(t.grad for t in leaves[rank])]  # type: ignore[list-item]
+
+
+def wrong_layer(
+    rank: int, ranks: int, name: str, tokens: list[int], plans: tuple[str, ...],
+    dtype: torch.dtype, known: str,
+) -> list[str]:  # fmt: skip
+    """What of a layer, forward and backward, is further from fp64 than roundings take it.
+
+    Args:
+        tokens: of each rank.
+        known: how many rows come: to the "host"; to a device, whose memory has "room" for all, or
+            for some, and others are dropped: "drop".
+    """
+    every = [given(name, r, ranks, tokens[r], dtype) for r in range(ranks)]
+    mine, num = every[rank], ranks * LOCAL
+    lists = [each.experts for each in every]
+    stay = [torch.ones_like(each, dtype=torch.bool) for each in lists]
+    room = {"host": None, "room": sum(tokens) * TOP + 3, "drop": ROOM}[known]
+    how = {"max_rows": room, "capacity": "drop" if known == "drop" else "error"}
+    if known == "drop":
+        stay = kept(lists, [each.weights for each in every], num, ROOM)
+    lost = [sum(int((~s & (e // LOCAL == d)).sum()) for s, e in zip(stay, lists, strict=True))
+            for d in range(ranks)]  # fmt: skip
+    wants, found = dense(every, stay, rank), list[str]()
+
+    def run(plan: str) -> tuple[cp.Routes, list[Tensor]]:
+        leaves = [t.clone().requires_grad_() for t in mine[:4]]
+        x, up, down, weights = leaves
+        routes = cp.exchange_routes(mine.experts, weights, num_experts=num, **how)  # type: ignore[arg-type]
+        y = layer(x, up, down, routes, plan)
+        return routes, [y.detach(), *torch.autograd.grad(y, leaves, mine.dy)]
+
+    for plan in plans:
+        routes, gots = run(plan)
+        where = f"{plan} {dtype} {tokens}"
+        if room and (routes.weights.shape != (room,) or routes.top_k != TOP):
+            found.append(f"{where}: routes of {routes.weights.shape}, {routes.top_k} of a token")
+        for what, got, want in zip(("y", "dx", "dup", "ddown", "dw"), gots, wants, strict=True):
+            if got.shape != want.shape or too_far(got, want, dtype):
+                found.append(f"{where}: {what}")
+        if known == "drop":
+            if routes.dropped is None or routes.dropped.tolist() != lost or not sum(lost):
+                found.append(f"{where}: {routes.dropped} are dropped, and not {lost}")
+            if gots[4][~stay[rank]].any():
+                found.append(f"{where}: gradients of weights that are dropped")
+            if not all(torch.equal(*pair) for pair in zip(gots, run(plan)[1], strict=True)):
+                found.append(f"{where}: bits of two runs")
+    return found
+
+
+def too_far(got: Tensor, want: Tensor, dtype: torch.dtype) -> bool:
+    if not want.any():
+        return bool(got.any())
+    if dtype == torch.float32 and not torch.allclose(got.double(), want, rtol=1e-5, atol=1e-5):
+        return True
+    return not relative_error(got, want) <= 8 * torch.finfo(dtype).eps
 
 
 def weights_by_row(

@@ -3,18 +3,17 @@
 import copy
 import re
 import warnings
+from math import prod
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 from expert_bodies import by_torch
-from grad_bodies import error
+from expert_layer_bodies import Plain, pair, wrong_mlp
 from island_bodies import on_islands
 from on_ranks import on_ranks
 from rank_bodies import world
-from torch import Tensor, nn
+from torch import Tensor
 
 import counterpoint as cp
 import counterpoint.nn as cnn
@@ -23,125 +22,63 @@ import counterpoint.nn.experts as nn_experts
 FEATURES, HIDDEN, EXPERTS, TOP_K, TOKENS, STEPS = 10, 6, 12, 3, 7, 3
 
 
-class Plain(nn.Module):
-    """All experts here, one after the other."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        drawn = [
-            torch.empty(shape).uniform_(-1, 1) * shape[1] ** -0.5
-            for _ in range(EXPERTS)
-            for shape in ((2 * HIDDEN, FEATURES), (FEATURES, HIDDEN))
-        ]
-        self.gate_up = nn.Parameter(torch.stack(drawn[::2]))
-        self.down = nn.Parameter(torch.stack(drawn[1::2]))
-
-    def forward(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-        gate, up = torch.einsum("...f,ehf->...eh", x, self.gate_up).chunk(2, -1)
-        y = torch.einsum("...eh,efh->...ef", F.silu(gate) * up, self.down)
-        chosen = torch.gather(y, -2, experts[..., None].expand(*experts.shape, FEATURES).long())
-        return (weights[..., None] * chosen).sum(-2)
-
-
-class Model(nn.Module):
-    """A router, all ranks' alike, and experts; more of them to some than to others."""
-
-    def __init__(self, group: dist.ProcessGroup | None, **options) -> None:
-        super().__init__()
-        self.router = nn.Parameter(torch.randn(EXPERTS, FEATURES))
-        self.bias = torch.linspace(-2, 2, EXPERTS)
-        self.experts = (
-            cnn.ExpertParallelMLP(FEATURES, HIDDEN, EXPERTS, group=group, **options)
-            if group else Plain()
-        )  # fmt: skip
-        self.group = group
-
-    def forward(self, x: Tensor) -> Tensor:
-        router = cnn.copy_to_group(self.router, group=self.group) if self.group else self.router
-        logits = F.linear(x, router) + self.bias.to(x.dtype)
-        weights, experts = logits.softmax(-1).topk(TOP_K)
-        return x + self.experts(x, experts.int(), weights)
-
-
-@pytest.mark.parametrize("known", ["host", "device"])
-@pytest.mark.parametrize(
-    ("ranks", "shape", "plan"),
-    [(1, (TOKENS,), "auto"), (2, (TOKENS,), "serial"), (3, (2, 3), "serial"), (4, (1,), "auto")],
-)
-@on_ranks()
-def test_it_trains_as_plain_torch_does(
-    rank: int, ranks: int, shape: tuple[int, ...], plan: str, known: str
-) -> list[str]:
-    return what_differs(rank, ranks, shape, plan, known)
-
-
-@pytest.mark.parametrize(
-    ("size", "plan", "known"),
-    [(2, "auto", "host"), (1, "islands", "host"), (2, "serial", "host"),
-     (4, "routed 1/2 xor", "host"), (4, "routed", "device"), (2, "auto", "device"),
-     (1, "islands", "device")],
+WAYS = (  # ranks, islands, dims of a rank's tokens, plan
+    (1, 1, (TOKENS,), "auto"), (2, 1, (TOKENS,), "serial"), (3, 1, (2, 3), "serial"),
+    (4, 1, (TOKENS,), "auto"), (4, 1, (1, 3), "auto"),
+    # a token goes once to an island, or to a rank, where the plan is not the library's
+    (4, 2, (2, 3), "auto"), (4, 4, (2, 3), "islands"), (4, 2, (2, 3), "serial"),
+    (4, 1, (2, 3), "routed 1/2 xor"), (4, 1, (2, 3), "routed"),
 )  # fmt: skip
-@on_ranks(4)
-def test_it_trains_on_islands(rank: int, ranks: int, size: int, plan: str, known: str) -> list[str]:
-    """A token goes once to an island, or to a rank, where the plan is not the library's."""
-    routed: list[int] = []
-    with on_islands(rank, size), pytest.MonkeyPatch.context() as patch:
-        exchange = nn_experts.exchange_routes
-
-        def counted(*args: Any, **more: Any) -> cp.Routes:
-            routed.append(1)
-            return exchange(*args, **more)
-
-        patch.setattr(nn_experts, "exchange_routes", counted)
-        found = what_differs(rank, ranks, (2, 3), plan, known)
-    return found + [f"{len(routed)} routed"] * (len(routed) != (0 if plan == "serial" else STEPS))
+KINDS = {  # of logits, from such that are drawn
+    "drawn": lambda logits: logits,
+    "experts without rows": lambda logits: logits - 16 * (torch.arange(EXPERTS) % 3 == 0),
+    "all to one rank": lambda logits: logits + 16 * (torch.arange(EXPERTS) < TOP_K),
+    "far apart": lambda logits: 8 * logits,
+}
 
 
-def what_differs(
-    rank: int, ranks: int, shape: tuple[int, ...], plan: str, known: str
+def drawn(*dims: int) -> Tensor:
+    """Logits of which no two of a token are equal, in bf16 neither."""
+    return torch.rand(*dims, EXPERTS).argsort(-1) / 4
+
+
+@pytest.mark.drawn(6)
+@pytest.mark.parametrize("known", ["host", "device"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("ranks", "islands", "shape", "plan"), WAYS)
+@on_ranks()
+def test_results_and_gradients(
+    rank: int, ranks: int, islands: int, shape: tuple[int, ...], plan: str, dtype: torch.dtype,
+    known: str,
 ) -> list[str]:  # fmt: skip
-    """Steps of SGD on each rank's own tokens: what differs from the plain model on all of them."""
-    models: list[Model] = []
-    for group in (world(), None):
-        torch.manual_seed(0)
-        room = None if known == "host" else 2 * TOKENS * TOP_K * ranks
-        models.append(Model(group, plan=plan, max_rows=room) if group else Model(None))
-    models.append(copy.deepcopy(models[1]).double())
-    optimizers = [torch.optim.SGD(model.parameters(), 0.1, momentum=0.9) for model in models]
-    found: list[str] = []
-    local = EXPERTS // ranks
+    """Against a dense layer in fp64; beside that one in the same dtype."""
+    found, calls = list[str](), list[int]()
+    cases = [(kind, k, True) for kind in KINDS for k in (1, TOP_K)]
+    cases += [("drawn", k, False) for k in (1, TOP_K, EXPERTS)]
+    exchange, (tokens, *inner) = nn_experts.exchange_routes, shape
+    plan = plan.split()[0] if known == "device" else plan  # whose plans are without sizes
+    routed = (islands > 1 and plan != "serial") or plan.startswith("routed")
 
-    def mine(whole: Tensor) -> Tensor:
-        return whole[rank * local : (rank + 1) * local]
+    def counted(*args: Any, **more: Any) -> cp.Routes:
+        calls.append(1)
+        return exchange(*args, **more)
 
-    with by_torch(known):
-        for step in range(STEPS):
-            generator = torch.Generator().manual_seed(step)
-            xs = torch.randn(ranks, *shape, FEATURES, generator=generator)
-            given = [xs[rank].clone(), xs.clone(), xs.double()]
-            ys = [model(x.requires_grad_()) for model, x in zip(models, given, strict=True)]
-            losses = [y.square().sum() for y in ys]
-            for loss, optimizer in zip(losses, optimizers, strict=True):
-                optimizer.zero_grad()
-                loss.backward()
-            total = losses[0].detach().clone()
-            dist.all_reduce(total)
-            triples = {
-                "loss": (total, losses[1].detach(), losses[2].detach()),
-                "y": (ys[0].detach(), *(y.detach()[rank] for y in ys[1:])),
-                "dx": (given[0].grad, *(x.grad[rank] for x in given[1:])),
-                "drouter": tuple(m.router.grad for m in models),
-            }
-            for name in ("gate_up", "down"):
-                p, q, r = (getattr(m.experts, name).grad for m in models)
-                triples[f"d{name}"] = p, mine(q), mine(r)
-            for name, (got, near, want) in triples.items():
-                bound = 2 * error(near, want) + (1 + step) * 4 * torch.finfo(got.dtype).eps
-                if got.shape != want.shape or not error(got, want) <= bound:
-                    found.append(f"step {step} {name}: {error(got, want):.1e} over {bound:.1e}")
-            for optimizer in optimizers:
-                optimizer.step()
-    return found
+    with (on_islands(rank, ranks // islands), by_torch(known),
+          pytest.MonkeyPatch.context() as patch):  # fmt: skip
+        patch.setattr(nn_experts, "exchange_routes", counted)
+        room = None if known == "host" else ranks * prod(shape) * EXPERTS
+        layer, plain = pair(FEATURES, HIDDEN, EXPERTS, dtype=dtype, max_rows=room, plan=plan)
+        # a rank without tokens, where all may have other numbers
+        of_ranks = [0 if known == "host" and r == 1 else tokens for r in range(ranks)]
+        dims = sum(of_ranks), *inner
+        for kind, k, renormalize in cases:
+            given = {"x": torch.randn(*dims, FEATURES).to(dtype),
+                     "dy": torch.randn(*dims, FEATURES),
+                     "logits": KINDS[kind](drawn(*dims)).to(dtype),
+                     "top_k": k, "renormalize": renormalize}  # fmt: skip
+            wrong = wrong_mlp(rank, ranks, layer, plain, of_ranks, **given)
+            found += [f"{kind}, top {k}, {renormalize}: {text}" for text in wrong]
+    return found + [f"{len(calls)} routed"] * (len(calls) != len(cases) * routed)
 
 
 @on_ranks(2)
@@ -150,7 +87,7 @@ def test_other_uses_and_what_is_refused(rank: int, ranks: int):
     layer = cnn.ExpertParallelMLP(FEATURES, HIDDEN, EXPERTS)
     drawn = torch.rand(1)
     torch.manual_seed(1)
-    plain = Plain()
+    plain = Plain(FEATURES, HIDDEN, EXPERTS)
     assert torch.equal(torch.rand(1), drawn), "the generators end at the same place"
     assert torch.equal(layer.down, plain.down.chunk(ranks)[rank])
     x, weights = torch.randn(TOKENS + rank, FEATURES), torch.rand(TOKENS + rank, TOP_K)
@@ -207,96 +144,11 @@ def test_other_uses_and_what_is_refused(rank: int, ranks: int):
             wrong()
 
 
-def routed(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
-    """Experts and weights as the models write it: softmax, then topk."""
-    shares = logits.softmax(-1)
-    weights, experts = shares.topk(top_k)
-    return experts, weights / weights.sum(-1, keepdim=True) if renormalize else weights
-
-
-KINDS = {  # of logits, from such that are drawn
-    "drawn": lambda logits: logits,
-    "experts without rows": lambda logits: logits - 16 * (torch.arange(EXPERTS) % 3 == 0),
-    "all to one rank": lambda logits: logits + 16 * (torch.arange(EXPERTS) < TOP_K),
-    "far apart": lambda logits: 8 * logits,
-}
-
-
-def drawn(tokens: int) -> Tensor:
-    """Logits of which no two of a token are equal, in bf16 neither."""
-    return torch.rand(tokens, EXPERTS).argsort(-1) / 4
-
-
-@pytest.mark.parametrize("known", ["host", "device"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("ranks", [2, 4])
-@on_ranks()
-def test_router_logits(rank: int, ranks: int, dtype: torch.dtype, known: str) -> list[str]:
-    """y and all gradients against a dense layer in fp64; beside that one in the same dtype."""
-    found: list[str] = []
-    cases = [(kind, k, True) for kind in KINDS for k in (1, TOP_K)]
-    cases += [("drawn", k, False) for k in (1, TOP_K, EXPERTS)]
-    with by_torch(known):
-        torch.manual_seed(0)
-        room = None if known == "host" else ranks * TOKENS * EXPERTS
-        layer = cnn.ExpertParallelMLP(FEATURES, HIDDEN, EXPERTS, max_rows=room).to(dtype)
-        torch.manual_seed(0)
-        whole = Plain().to(dtype)
-        for kind, k, renormalize in cases:
-            # a rank without tokens, where all may have other numbers
-            tokens = [0 if known == "host" and r == 1 else TOKENS for r in range(ranks)]
-            xs = torch.randn(sum(tokens), FEATURES).to(dtype)
-            logits = KINDS[kind](drawn(sum(tokens))).to(dtype)
-            mine = slice(sum(tokens[:rank]), sum(tokens[: rank + 1]))
-            seed = torch.randn(len(xs), FEATURES)
-            layer.zero_grad()
-            x, own = (t[mine].clone().requires_grad_() for t in (xs, logits))
-            y = layer(x, logits=own, top_k=k, renormalize=renormalize)
-            (y.float() * seed[mine]).sum().backward()
-            assert x.grad is not None and own.grad is not None
-            got = {"y": y, "dx": x.grad, "dlogits": own.grad}
-            for name, p in layer.named_parameters():
-                assert p.grad is not None
-                got[f"d{name}"] = p.grad
-            near, want = (
-                dense(copy.deepcopy(whole).to(d), xs, logits, seed, k, renormalize, d)
-                for d in (dtype, torch.float64)
-            )
-            for name, value in got.items():
-                part = mine if name in ("y", "dx", "dlogits") else slice(None)
-                if part == slice(None):
-                    local = EXPERTS // ranks
-                    part = slice(rank * local, (rank + 1) * local)
-                bound = 2 * error(near[name][part], want[name][part]) + 4 * torch.finfo(dtype).eps
-                off = error(value.detach(), want[name][part])
-                if value.shape != want[name][part].shape or not off <= bound:
-                    where = f"{kind}, top {k}, {renormalize}"
-                    found.append(f"{where}: {name} {off:.1e} over {bound:.1e}")
-    return found
-
-
-def dense(
-    plain: Plain, x: Tensor, logits: Tensor, seed: Tensor, k: int, renormalize: bool,
-    dtype: torch.dtype,
-) -> dict[str, Tensor]:  # fmt: skip
-    """Result and gradients of all ranks' tokens through all experts."""
-    x, logits = (t.detach().to(dtype).requires_grad_() for t in (x, logits))
-    wide = logits if dtype == torch.float64 else logits.float()
-    experts, weights = routed(wide, k, renormalize)
-    y = plain(x, experts, weights.to(dtype))
-    (y * seed.to(dtype)).sum().backward()
-    found = {"y": y.detach(), "dx": x.grad, "dlogits": logits.grad}
-    found |= {f"d{name}": p.grad for name, p in plain.named_parameters()}
-    return {name: value for name, value in found.items() if value is not None}
-
-
 @on_ranks(2)
 def test_router_logits_that_are_equal(rank: int, ranks: int):
     """Of equal logits as many experts as asked for, no expert twice, and equal weights."""
-    torch.manual_seed(0)
-    layer = cnn.ExpertParallelMLP(FEATURES, HIDDEN, EXPERTS)
-    torch.manual_seed(0)
-    plain, x = Plain(), torch.randn(2, TOKENS, FEATURES)
+    layer, plain = pair(FEATURES, HIDDEN, EXPERTS, dtype=torch.float32)
+    x = torch.randn(2, TOKENS, FEATURES)
     logits = torch.zeros(2, TOKENS, EXPERTS)
     logits[..., :TOP_K] += rank  # on rank 1 the ties are between those that nobody takes
     experts = logits.topk(TOP_K).indices

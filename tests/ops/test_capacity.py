@@ -4,38 +4,15 @@ from typing import Any
 
 import pytest
 import torch
-from expert_bodies import small_kernels
-from island_bodies import everyone, on_islands, shards
+from island_bodies import on_islands, shards
 from on_ranks import on_ranks
 from rank_bodies import by_reference, world
-from routed_bodies import LOCAL, TOP, by_torch, chosen, layer
-from torch import Tensor
+from routed_bodies import LOCAL, TOP, chosen, kept
 
 import counterpoint as cp
 import counterpoint.nn as cnn
-from counterpoint.measure.timing import relative_error
 from counterpoint.runtime.capacity import drop_least
 from counterpoint.runtime.routes import NONE
-
-K, N, HIDDEN = 8, 16, 24
-ROOM = 14
-
-
-def kept(lists: list[Tensor], weights: list[Tensor], experts: int, room: int) -> list[Tensor]:
-    """Which of the experts of each rank's tokens are kept: entry by entry, as a person would."""
-    ranks = len(lists)
-    found = [torch.ones(each.shape, dtype=torch.bool) for each in lists]
-    for d in range(ranks):
-        rows = [
-            (-float(weights[s][t, j]), s, t, j)
-            for s, each in enumerate(lists)
-            for t, row in enumerate(each.tolist())
-            for j, e in enumerate(row)
-            if e // (experts // ranks) == d
-        ]
-        for _, s, t, j in sorted(rows)[room:]:
-            found[s][t, j] = False
-    return found
 
 
 @pytest.mark.parametrize("room", [1, 9, 100])
@@ -58,69 +35,6 @@ def test_what_is_dropped_is_of_the_least_weights(room: int):
         assert torch.equal(told[:, top:], before[:, top:])
         each = [int((~stay & (ids // local == d)).sum()) for d in range(ranks)]
         assert dropped.tolist() == each and dropped.dtype == torch.int64
-
-
-def compare(rank: int, ranks: int, name: str, plan: str, dtype: torch.dtype) -> None:
-    """Sums and all gradients against fp64 of the rows that are kept; and bits of two runs."""
-    experts = chosen(name, rank, ranks, 9)
-    weights = shards(rank, 9, TOP).softmax(1)
-    x, up, down, dy = (
-        t.to(dtype)
-        for t in (
-            shards(rank, 9, K), shards(rank, LOCAL, K, HIDDEN) / 3,
-            shards(rank, LOCAL, HIDDEN, N) / 5, shards(rank + 7, 9, N),
-        )
-    )  # fmt: skip
-    leaves, every = [t.requires_grad_() for t in (x, up, down, weights)], ranks * LOCAL
-
-    def run() -> tuple[cp.Routes, list[Tensor]]:
-        routes = cp.exchange_routes(
-            experts, weights, num_experts=every, max_rows=ROOM, capacity="drop"
-        )
-        y = layer(x, up, down, routes, plan)
-        return routes, [y.detach(), *torch.autograd.grad(y, leaves, dy)]
-
-    routes, gots = run()
-    _, again = run()
-    assert all(torch.equal(*pair) for pair in zip(gots, again, strict=True))
-
-    given = [everyone(t.detach().double()) for t in (x, up, down, weights, dy)]
-    lists = [each.long() for each in everyone(experts)]
-    stay = kept(lists, given[3], every, ROOM)
-    xs, by = ([t.requires_grad_() for t in given[i]] for i in (0, 3))
-    ups, downs = (torch.cat(given[i]).requires_grad_() for i in (1, 2))
-    ys = [by_torch(a, ups, downs, e, b * k) for a, e, b, k in zip(xs, lists, by, stay, strict=True)]
-    torch.autograd.backward(ys, given[4])
-    own = slice(rank * LOCAL, (rank + 1) * LOCAL)
-    assert ups.grad is not None and downs.grad is not None
-    wants = ys[rank].detach(), xs[rank].grad, ups.grad[own], downs.grad[own], by[rank].grad
-    for got, want in zip(gots, wants, strict=True):
-        assert want is not None and got.shape == want.shape
-        off = relative_error(got, want) if want.any() else float(got.abs().max())
-        assert off <= (8 * torch.finfo(dtype).eps if want.any() else 0)
-    assert not gots[4][~stay[rank]].any(), "gradients of weights that are dropped"
-    lost = [sum(int((~k & (e // LOCAL == d)).sum()) for k, e in zip(stay, lists, strict=True))
-            for d in range(ranks)]  # fmt: skip
-    assert routes.dropped is not None and routes.dropped.tolist() == lost
-    assert sum(lost), f"nothing is dropped of {name}"
-
-
-@pytest.mark.parametrize("name", ["skewed", "last rank"])
-@pytest.mark.parametrize(("ranks", "size"), [(2, 2), (4, 2), (3, 1)])
-@on_ranks()
-def test_a_layer_that_drops_against_fp64(rank: int, ranks: int, size: int, name: str):
-    """On one island, and between several; of fp32, which kernels do not take, by host plans."""
-    with on_islands(rank, size), by_reference():
-        compare(rank, ranks, name, "auto", torch.float32)
-        compare(rank, ranks, name, "auto", torch.float16)
-        compare(rank, ranks, name, "serial", torch.float16)
-
-
-@on_ranks(2)
-def test_kernels_with_rows_that_are_dropped(rank: int, ranks: int):
-    """Interpreted."""
-    with on_islands(rank, ranks), small_kernels():
-        compare(rank, ranks, "last rank", "fused", torch.float16)
 
 
 @on_ranks(2)

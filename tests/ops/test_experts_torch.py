@@ -1,21 +1,12 @@
 """The operators of experts under torch: gradients, opcheck, compile, autocast, checkpointing."""
 
 import warnings
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
-from expert_bodies import (
-    Whole,
-    by_expert,
-    by_owner,
-    by_torch,
-    integers,
-    multiplied,
-    summed,
-    tables,
-    whole,
-)
+from expert_bodies import by_torch, filled, tables, whole, wrong_gradients
 from on_ranks import on_ranks
 from rank_bodies import world
 from torch import Tensor
@@ -24,99 +15,31 @@ from torch.utils.checkpoint import checkpoint
 import counterpoint as cp
 
 K, N = 5, 7
-NAMES = ("uneven", "an expert without rows", "a rank that gets and sends nothing", "nothing")
-
-
-def filled(x: Tensor, rows: int | None, dtype: torch.dtype = torch.float32) -> Tensor:
-    """A leaf with the numbers of x, and NaN after them up to `rows` rows."""
-    x = x.detach().to(dtype)
-    if rows is not None:
-        x = torch.cat((x, x.new_full((rows - len(x), x.shape[1]), float("nan"))))
-    return x.clone().requires_grad_()
-
-
-def like(totals: list[Tensor], seed: int) -> list[Tensor]:
-    """Integers in the shape of each rank's result: the gradient that arrives there."""
-    generator = torch.Generator().manual_seed(seed)
-    return [integers(*t.shape, generator=generator, dtype=torch.float64) for t in totals]
-
-
-def differs(got: Tensor | None, want: Tensor | None) -> bool:
-    """Rows beyond those of `want` must be zero."""
-    assert got is not None and want is not None
-    beyond = want.new_zeros(len(got) - len(want), *want.shape[1:])
-    return not torch.equal(got, torch.cat((want, beyond)).to(got.dtype))
-
-
-def wrong_out(rank: int, given: Whole, room: int | None, plan: str, returns: bool) -> list[str]:
-    """Gradients of all_to_all_matmul; with those of the returned rows, where they are used."""
-    exact, counts, dtype = given.double(), given.counts, given.xs[0].dtype
-    rows = by_expert(exact.xs, counts)
-    results = multiplied(rows, exact.ws, counts) + rows * returns
-    arriving = like(results, 1)
-    torch.autograd.backward(results, arriving)
-
-    x = filled(given.xs[rank], room, dtype)
-    w = given.ws[rank].detach().requires_grad_()
-    used = cp.all_to_all_matmul(
-        x, w, counts=torch.tensor(counts), max_rows=room, plan=plan, return_rows=True
-    )[: 1 + returns]
-    ranks = len(counts)
-    # what arrives beyond the sum of the table is not read
-    mine = [filled(t, room, dtype).detach() for t in arriving[rank::ranks]]
-    torch.autograd.backward(used, mine)
-    pairs = {"dx": (x.grad, exact.xs[rank].grad), "dw": (w.grad, exact.ws[rank].grad)}
-    return [f"out {name}" for name, pair in pairs.items() if differs(*pair)]
-
-
-def wrong_back(rank: int, given: Whole, room: int | None, plan: str, sums: bool) -> list[str]:
-    """Gradients of matmul_all_to_all; with the sum, those of its weights too."""
-    exact, counts, dtype = given.double(), given.counts, given.xs[0].dtype
-    results = by_owner(multiplied(exact.xs, exact.ws, counts), counts)
-    generator, sum_ofs = torch.Generator().manual_seed(9), list[tuple[Tensor, Tensor]]()
-    for y in results:
-        shape = (4 if len(y) else 0, 3)
-        index = torch.randint(max(len(y), 1), shape, generator=generator)
-        weights = integers(*shape, generator=generator, dtype=torch.float64) / 8
-        sum_ofs.append((index, weights.requires_grad_()))
-    if sums:
-        results = [summed(y, *each) for y, each in zip(results, sum_ofs, strict=True)]
-    arriving = like(results, 3)
-    torch.autograd.backward(results, arriving)
-
-    x = filled(given.xs[rank], room, dtype)
-    w = given.ws[rank].detach().requires_grad_()
-    index, weights = sum_ofs[rank][0], filled(sum_ofs[rank][1], None)
-    y = cp.matmul_all_to_all(
-        x, w, counts=torch.tensor(counts), max_rows=room, plan=plan,
-        sum_of=(index, weights) if sums else None,
-    )  # fmt: skip
-    y.backward(filled(arriving[rank], None if sums else room, dtype).detach())
-    pairs = {"dx": (x.grad, exact.xs[rank].grad), "dw": (w.grad, exact.ws[rank].grad)}
-    if sums:
-        pairs["dweights"] = weights.grad, sum_ofs[rank][1].grad
-    return [f"back {name}" for name, pair in pairs.items() if differs(*pair)]
+SUMS = ((4, 3), (4, 1), (0, 3), (4, 0))  # tokens, and rows of each
 
 
 @pytest.mark.shows("all_to_all_matmul matmul_all_to_all", "forward, backward", "fp16 fp32")
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize("known_on", ["host", "device"])
-@pytest.mark.parametrize(("plan", "ranks"), [("auto", 1), ("serial", 3), ("fused", 2)])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "plan", ["auto", "serial", "fused", "grouped 1/1", "grouped chunks=2", "grouped 2 chunks=2"]
+)
 @on_ranks()
 def test_gradients(rank: int, ranks: int, plan: str, known_on: str) -> list[str]:
+    """And results: a step of training, also with rows that are kept and sums over tokens."""
     found: list[str] = []
     # what one kernel takes: sums are exact in fp16, but for the last rounding
-    sizes = (8, 16, torch.float16) if plan == "fused" else (K, N, torch.float32)
+    dtype = {"fused": torch.float16, "serial": torch.bfloat16}.get(plan, torch.float32)
+    sizes = (8, 16, dtype) if plan == "fused" else (K, N, dtype)
+    plan = plan.replace("fused", "auto") if ranks == 3 else plan  # which takes powers of 2
     with by_torch(known_on):
-        for name in NAMES:
-            counts = tables(ranks, 2)[name]
-            room = 3 + sum(map(sum, counts)) if known_on == "device" else None
-            for stored in ("kn", "nk"):
-                out = whole(counts, *sizes, stored=stored)
-                back = whole(counts, *sizes, stored=stored, back=True)
-                for also in (False, True):
-                    wrong = wrong_out(rank, out, room, plan, also)
-                    wrong += wrong_back(rank, back, room, plan, also)
-                    found += [f"{name} {stored} {also}: {what}" for what in wrong]
+        for i, (name, counts) in enumerate(tables(ranks, 2).items()):
+            for back, stored, also in product((False, True), ("kn", "nk"), (False, True)):
+                given = whole(counts, *sizes, stored=stored, back=back)
+                tokens = SUMS[(i + (stored == "nk")) % len(SUMS)]
+                wrong = wrong_gradients(rank, given, plan, known_on == "device", also, tokens)
+                found += [f"{name} {stored}: {text}" for text in wrong]
     return found
 
 

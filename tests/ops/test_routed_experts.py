@@ -1,14 +1,15 @@
 """Experts by routes: right against fp64, and a token goes to another island once."""
 
 import warnings
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from island_bodies import everyone, near, on_islands, shards
+from island_bodies import everyone, on_islands, shards
 from on_ranks import on_ranks
-from rank_bodies import world
-from routed_bodies import CHOICES, LOCAL, TOP, by_torch, chosen, layer, weights_by_row
+from rank_bodies import by_reference, world
+from routed_bodies import CHOICES, LOCAL, TOP, K, N, chosen, layer, weights_by_row, wrong_layer
 from torch import Tensor
 
 import counterpoint as cp
@@ -16,46 +17,28 @@ from counterpoint.plan.bind import BoundStep, Box
 from counterpoint.runtime import counted, wire
 from counterpoint.runtime.workspace import Operands, Places
 
-K, N, HIDDEN = 6, 5, 8
-
-
-def compare(rank: int, ranks: int, name: str, tokens: int, plan: str) -> None:
-    """Sums, and all gradients, against fp64 of all ranks' tokens."""
-    experts = chosen(name, rank, ranks, tokens)
-    weights = shards(rank, tokens, TOP).softmax(1)
-    x, up = shards(rank, tokens, K), shards(rank, LOCAL, K, HIDDEN)
-    down = shards(rank, LOCAL, HIDDEN, N)
-    dy = shards(rank + 7, tokens, N)
-    leaves = [t.requires_grad_() for t in (x, up, down, weights)]
-    routes = cp.exchange_routes(experts, weights, num_experts=ranks * LOCAL)
-    y = layer(x, up, down, routes, plan)
-    got = torch.autograd.grad(y, leaves, dy)
-
-    every = [everyone(t.detach()) for t in (x, up, down, weights, dy)]
-    xs, ws = ([t.requires_grad_() for t in every[i]] for i in (0, 3))
-    ups, downs = (torch.cat(every[i]).requires_grad_() for i in (1, 2))
-    lists = [each.long() for each in everyone(experts)]
-    ys = [by_torch(a, ups, downs, e, b) for a, e, b in zip(xs, lists, ws, strict=True)]
-    near(y.detach(), ys[rank].detach())
-    torch.autograd.backward(ys, every[4])
-    own = slice(rank * LOCAL, (rank + 1) * LOCAL)
-    assert ups.grad is not None and downs.grad is not None
-    wanted = xs[rank].grad, ups.grad[own], downs.grad[own], ws[rank].grad
-    for mine, want in zip(got, wanted, strict=True):
-        assert want is not None
-        near(mine, want)
-
 
 @pytest.mark.shows("exchange_routes", "forward, backward", "fp32")
+@pytest.mark.drawn(7)
 @pytest.mark.parametrize("name", CHOICES)
-@pytest.mark.parametrize(("ranks", "size"), [(4, 2), (3, 1), (4, 4)])
+@pytest.mark.parametrize("known", ["host", "room", "drop"])
+@pytest.mark.parametrize(("ranks", "size"), [(2, 2), (4, 4), (4, 2), (3, 1), (6, 3)])
 @on_ranks()
-def test_a_layer_against_fp64(rank: int, ranks: int, size: int, name: str):
-    with on_islands(rank, size):
-        for tokens in (9, 2 * rank, 0):
-            within = ("routed 1/1 ring", "routed") if size == ranks else ("islands",)
-            for plan in (*within, "auto", "serial"):
-                compare(rank, ranks, name, tokens, plan)
+def test_a_layer_against_fp64(rank: int, ranks: int, size: int, known: str, name: str) -> list[str]:
+    """Of fp32, which kernels do not take, and of fp16 by what stands in for them."""
+    own = ("routed 1/1 ring", "routed") if size == ranks else ("islands",)
+    if known == "host":
+        cases = [(torch.float32, (*own, "auto", "serial"))]
+        counts = [[9] * ranks, [2 * r for r in range(ranks)], [0] * ranks]
+    else:
+        more = () if size in (3, ranks) else own
+        cases = [(torch.float32, ("auto", "serial")), (torch.float16, ("auto", "serial", *more))]
+        counts = [[9] * ranks, [0] * ranks][: 1 if known == "drop" else 2]
+    with on_islands(rank, size), nullcontext() if known == "host" else by_reference():
+        return [
+            text for tokens in counts for dtype, plans in cases
+            for text in wrong_layer(rank, ranks, name, tokens, plans, dtype, known)
+        ]  # fmt: skip
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -94,10 +77,17 @@ def test_sums_are_in_fp32(rank: int, ranks: int):
         assert ((got - each.sum(1)).abs() <= bound).all()
 
 
-@pytest.mark.parametrize("name", ["uniform", "skewed", "first island"])
+@pytest.mark.drawn(4)
+@pytest.mark.parametrize("name", CHOICES)
+@pytest.mark.parametrize(("size", "known"), [(2, "host"), (2, "device"), (1, "device")])
 @on_ranks(4)
-def test_a_token_goes_to_another_island_once(rank: int, ranks: int, name: str):
-    """Rows on the wire are those of the rule, there and back, forward and backward."""
+def test_a_token_goes_to_another_island_once(
+    rank: int, ranks: int, size: int, known: str, name: str
+):
+    """Rows on the wire are those of the rule, there and back, forward and backward.
+
+    Where no host knows routes, each token goes to all islands, whatever its experts.
+    """
     sent: list[tuple[int, int]] = []
     exchange = wire.Gloo.exchange
 
@@ -105,15 +95,19 @@ def test_a_token_goes_to_another_island_once(rank: int, ranks: int, name: str):
         sent.extend((to, block.numel()) for block, to in blocks)
         exchange(self, blocks, *rest)
 
-    with on_islands(rank, 2), pytest.MonkeyPatch.context() as patch:
-        tokens, wide = 11 + rank, 16
+    with on_islands(rank, size) as islands, by_reference(), pytest.MonkeyPatch.context() as patch:
+        tokens, wide = 11 + rank * (known == "host"), 16
         experts = chosen(name, rank, ranks, tokens)
         weights = shards(rank, tokens, TOP).softmax(1)
-        routes = cp.exchange_routes(experts, weights, num_experts=ranks * LOCAL)
-        x, w = shards(rank, tokens, wide).requires_grad_(), shards(rank, LOCAL, wide, wide)
+        room = ranks * tokens * TOP if known == "device" else None
+        routes = cp.exchange_routes(experts, weights, num_experts=ranks * LOCAL, max_rows=room)
+        dtype = torch.float32 if known == "host" else torch.float16
+        x, w = shards(rank, tokens, wide).to(dtype), shards(rank, LOCAL, wide, wide).to(dtype)
         patch.setattr(wire.Gloo, "exchange", counting)
-        y = layer(x, w, w, routes, "auto")
-        y.sum().backward()
+        layer(x.requires_grad_(), w, w, routes, "auto").sum().backward()
+        if known == "device":
+            assert [number for _, number in sent] == [tokens * wide] * (4 * (islands - 1))
+            return
         lists = enumerate(everyone(experts))
         far = [int((each.long() // LOCAL // 2 != r // 2).any(1).sum()) * wide for r, each in lists]
         rail = (rank + 2) % 4
@@ -135,6 +129,7 @@ def test_a_plan_of_ones_own_is_for_tokens_of_any_number_of_experts(rank: int, ra
             assert torch.equal(cp.all_to_all_matmul(x, w, counts=routes, plan=plan), want)
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("name", ["uniform", "zipf"])
 @on_ranks(2, 4, 8)
 def test_a_token_goes_to_another_rank_once(rank: int, ranks: int, name: str) -> list[str]:
@@ -191,38 +186,47 @@ def test_bits_are_those_of_every_plan(rank: int, ranks: int):
 
 
 @pytest.mark.shows("exchange_routes", "compiled forward, compiled backward", "fp32")
+@pytest.mark.drawn(2)
+@pytest.mark.parametrize("size", [2, 1])
+@pytest.mark.parametrize("known", ["host", "device"])
 @on_ranks(2)
-def test_the_dispatcher_fakes_and_compilers(rank: int, ranks: int):
+def test_the_dispatcher_fakes_and_compilers(rank: int, ranks: int, known: str, size: int):
     """opcheck of each operator, with gradients where it has them; and one graph of a layer."""
-    with on_islands(rank, 1), warnings.catch_warnings():
+    on_device, every = known == "device", ranks * LOCAL
+    dtype = torch.float16 if on_device else torch.float32
+    own = ("fused" if on_device else "routed") if size == ranks else "islands"
+    with on_islands(rank, size) as islands, by_reference(), warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # inductor's own imports warn
         ops: Any = torch.ops.counterpoint
-        where = world().group_name, ranks
+        where, room = (world().group_name, ranks), ranks * 7 * TOP if on_device else None
         experts, weights = chosen("uniform", rank, ranks, 7), shards(rank, 7, TOP).requires_grad_()
-        routes = cp.exchange_routes(experts, weights, num_experts=ranks * LOCAL)
-        which, each, tokens = routes[:3], routes.weights.detach(), routes.tokens
-        x, up = shards(rank, 7, K), shards(rank, LOCAL, K, HIDDEN)
-        rows, h = len(each), cp.all_to_all_matmul(x, up, counts=routes)
-        x, up, h, each = (t.requires_grad_() for t in (x, up, h, each))
-        down = shards(rank, LOCAL, HIDDEN, N).requires_grad_()
+        routes = cp.exchange_routes(experts, weights, num_experts=every, max_rows=room)
+        which, each, top = routes[:3], routes.weights.detach(), routes.top_k
+        x, up, down = (shards(rank, *shape).to(dtype) for shape in
+                       ((7, K), (LOCAL, K, K), (LOCAL, K, N)))  # fmt: skip
+        h = torch.zeros(room or len(each), K, dtype=dtype)
+        x, up, h, down, each = (t.requires_grad_() for t in (x, up, h, down, each))
+        back = "auto" if on_device else "serial"
         calls = [
-            (ops.exchange_routes, (experts, weights, ranks * LOCAL, None, 1, False, *where)),
-            (ops.weights_back, (each.detach(), *which[1:], tokens, TOP, False, *where)),
-            (ops.all_to_all_matmul_routed, (x, up, *which, rows, True, 0, "auto", *where)),
-            (ops.matmul_all_to_all_routed,
-             (h, down, *which, each, None, tokens, 0, "serial", *where)),
-        ]  # fmt: skip
+            (ops.exchange_routes, (experts, weights, every, room, islands, False, *where)),
+            (ops.weights_back, (each.detach(), *which[1:], 7, TOP, on_device, *where)),
+            (ops.matmul_all_to_all_routed, (h, down, *which, each, None, 7, top, back, *where)),
+        ]
+        if not on_device:
+            calls.append(
+                (ops.all_to_all_matmul_routed, (x, up, *which, len(each), True, 0, "auto", *where))
+            )
         for op, given in calls:
             assert set(torch.library.opcheck(op, given).values()) == {"SUCCESS"}
 
         def whole(x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
-            routes = cp.exchange_routes(experts, weights, num_experts=ranks * LOCAL)
-            return layer(x, up, down, routes, "islands")
+            routes = cp.exchange_routes(experts, weights, num_experts=every, max_rows=room)
+            return layer(x, up, down, routes, own)
 
         traced = torch.compile(whole, backend="aot_eager", fullgraph=True)
-        for tokens in (7, 5):
+        for tokens, name in ((7, "uniform"), (7 if on_device else 5, "skewed")):
             leaves = [t[:tokens].detach().requires_grad_() for t in (x, weights)]
-            given = (*leaves, chosen("skewed", rank, ranks, tokens))
+            given = (*leaves, chosen(name, rank, ranks, tokens))
             got, want = (
                 (y := fn(*given), *torch.autograd.grad(y.square().sum(), (*leaves, up, down)))
                 for fn in (traced, whole)
