@@ -181,7 +181,7 @@ def put(mutant: Mutant, package: Path) -> tuple[Path, range]:
 
 
 def tried(mutant: Mutant, root: Path, reached: Reached) -> str:
-    """The test that fails; "survived", "unreached", or "late": it was not over in time."""
+    """The test that fails; "survived", "unreached", or "late": none had failed in time."""
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
         copy = Path(folder)
         for name in ("src", "tests", "benchmarks", "docs", "examples", "pyproject.toml",
@@ -243,7 +243,7 @@ def main() -> int:
     with ThreadPoolExecutor(2) as lanes:
         said = lanes.map(lambda i: tried(mutants[i], args.root, reached), numbers)
         outcomes = dict(zip(numbers, _shown(mutants, numbers, said), strict=True))
-    missed = ("survived", "unreached")
+    missed = ("survived", "unreached", "late")
     caught = sum(outcome not in missed for outcome in outcomes.values())
     print(f"{caught} of {len(outcomes)} faults are seen")
     return 0
