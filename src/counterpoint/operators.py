@@ -163,7 +163,7 @@ def implementation(op: str) -> Implementation:
 
 def declare_with_torch() -> None:
     """Declare all operators: now where torch is there, else as soon as it has been imported."""
-    if "torch" in sys.modules:
+    if sys.modules.get("torch") is not None:
         import_module("counterpoint.ops.declare")
     else:
         sys.meta_path.insert(0, _BehindTorch())

@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch._guards import TracingContext
 from torch.autograd import forward_ad
@@ -19,7 +18,6 @@ from counterpoint.operators import (
     WITHOUT_GRADIENT,
     implementation,
 )
-from counterpoint.runtime.ranks import group_of
 
 LIBRARY = torch.library.Library("counterpoint", "FRAGMENT")
 
@@ -76,7 +74,7 @@ def _where_it_belongs(op: str) -> Callable[..., Any]:
         if facts and at >= 0:
             alike = all(len({*given[i]}) < 2 for i in differ)  # sizes are those of any rank then
             of = [(name, given[i]) for i, name in facts if name != "rank" or not alike]
-            _refuse_other_group(op, group_of(given[at]), of)
+            _refuse_other_group(op, given[at], of)
         for each in given:
             for t in each if isinstance(each, list) else (each,):
                 if isinstance(t, Tensor) and t.is_cuda:
@@ -89,10 +87,12 @@ def _where_it_belongs(op: str) -> Callable[..., Any]:
     return there
 
 
-def _refuse_other_group(
-    op: str, group: dist.ProcessGroup, facts: Sequence[tuple[str, int]]
-) -> None:
+def _refuse_other_group(op: str, name_of: str, facts: Sequence[tuple[str, int]]) -> None:
     """Refuse a graph that was made for a group of another size, or for another rank of it."""
+    # not at the top: that module may be what imports torch, behind which this one is imported
+    from counterpoint.runtime.ranks import group_of
+
+    group = group_of(name_of)
     for name, given in facts:
         now = group.size() if name == "group_size" else group.rank()
         if given != now:
