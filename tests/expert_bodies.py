@@ -187,6 +187,16 @@ def filled(x: Tensor, rows: int | None, dtype: torch.dtype = torch.float32) -> T
     return x.clone().requires_grad_()
 
 
+def some_sums(
+    rows: int, tokens: tuple[int, int], generator: torch.Generator
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Rows of each token, any of them and some more than once, and their weights."""
+    shape = (tokens[0] if rows else 0, tokens[1])
+    weights = integers(*shape, generator=generator, dtype=torch.float64) / 8
+    index = torch.randint(max(rows, 1), shape, generator=generator)
+    return index, weights.requires_grad_()
+
+
 def wrong_gradients(
     rank: int, given: Whole, plan: str, device: bool, also: bool, tokens: tuple[int, int]
 ) -> list[str]:
@@ -204,18 +214,13 @@ def wrong_gradients(
     results = multiplied(rows, exact.ws, counts)
     results = by_owner(results, counts) if given.back else results
     lengths, generator = [len(y) for y in results], torch.Generator().manual_seed(9)
-    sums, more = list[tuple[Tensor, Tensor]](), dict[str, Any]()
-    for length in lengths:
-        shape = (tokens[0] if length else 0, tokens[1])
-        index = torch.randint(max(length, 1), shape, generator=generator)
-        weights = integers(*shape, generator=generator, dtype=torch.float64) / 8
-        sums.append((index, weights.requires_grad_()))
+    sums = [some_sums(length, tokens, generator) for length in lengths]
     summing, keeping = also and given.back, also and not given.back
+    more: dict[str, Any] = {} if given.back else {"return_rows": True}
     if summing:
         results = [summed(y, *each) for y, each in zip(results, sums, strict=True)]
-        more = {
-            "sum_of": (sums[rank][0].int() if rank else sums[rank][0], filled(sums[rank][1], None))
-        }
+        index, weights = sums[rank]
+        more = {"sum_of": (index.int() if rank else index, filled(weights, None))}
     arriving = [integers(*y.shape, generator=generator, dtype=torch.float64) for y in results]
     losses = [(y * dy).sum() for y, dy in zip(results, arriving, strict=True)]
     if keeping:
@@ -227,12 +232,16 @@ def wrong_gradients(
     longest = max(map(len, given.xs)) if plan == "fused" else len(given.xs[rank])
     x = filled(given.xs[rank], 2 + longest if device else None, dtype)
     w = given.ws[rank].detach().requires_grad_()
-    more |= {} if given.back else {"return_rows": True}
-    got = getattr(cp, op)(x, w, counts=torch.tensor(counts), max_rows=room, plan=plan, **more)
+    more |= {"counts": torch.tensor(counts), "max_rows": room, "plan": plan}
+    got = getattr(cp, op)(x, w, **more)
+    with torch.no_grad():
+        alone = getattr(cp, op)(x, w, **more)
     y, kept = (got, None) if given.back else got
     # what arrives beyond the sum of the table is not read
     dy = filled(arriving[rank], None if summing else room, dtype).detach()
     pairs, found = {"y": (y, results[rank])}, list[str]()
+    if differs(y.detach(), alone if given.back else alone[0], None, 0):
+        found.append("y without gradients")
     if kept is None:
         y.backward(dy)
     else:

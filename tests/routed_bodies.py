@@ -18,25 +18,40 @@ KINDS = ("drawn", "skewed", "one expert", "last rank", "twice", "fewer")  # of `
 
 
 def chosen(name: str, rank: int, ranks: int, tokens: int, local: int = LOCAL) -> Tensor:
-    """Experts of each token, [tokens, TOP].
-
-    Args:
-        name: one of CHOICES, or "zipf".
-        local: experts of a rank.
-    """
+    """Experts of each token of a rank, [tokens, TOP]; `local` experts of a rank."""
     generator = torch.Generator().manual_seed(rank)
-    experts = ranks * local
-    if name == "uniform":
-        return torch.rand(tokens, experts, generator=generator).argsort(1)[:, :TOP]
-    if name == "zipf":
-        share = (1 / torch.arange(1, experts + 1)).expand(max(tokens, 1), -1)
-        return torch.multinomial(share, TOP, generator=generator)[:tokens]
-    if name == "skewed":  # some experts have most rows, and tokens the same one twice
-        draw = torch.rand(tokens, TOP, generator=generator) ** 4
-        return (draw * experts).long()
-    first = {"first island": 0, "last rank": experts - local}[name]
-    few = torch.randint(local, (tokens, TOP), generator=generator)
-    return first + few
+    return named(name, tokens, ranks * local, TOP, ranks, generator)
+
+
+def named(
+    kind: str, tokens: int, experts: int, top: int, ranks: int,
+    generator: torch.Generator | None = None,
+) -> Tensor:  # fmt: skip
+    """Experts of all tokens, none twice for a token of the kinds "uniform", "drawn" and "zipf".
+
+    Of "fewer" some tokens have some experts less, and some none.
+    """
+    shape, some, local = (tokens, top), {"generator": generator}, experts // ranks
+    different = torch.rand(tokens, experts, **some).argsort(1)[:, :top]
+    match kind:
+        case "zipf":
+            share = (1 / torch.arange(1, experts + 1)).expand(max(tokens, 1), -1)
+            return torch.multinomial(share, top, **some)[:tokens]
+        case "fewer":
+            different[torch.rand(shape, **some) < 0.3] = NONE
+            different[torch.rand(tokens, **some) < 0.3] = NONE
+        case "skewed":  # some experts have most rows, and tokens the same one twice
+            return (torch.rand(shape, **some) ** 4 * experts).long()
+        case "one expert":
+            return torch.full(shape, experts // 2)
+        case "first island" | "last rank":
+            few = torch.randint(local, shape, **some)
+            return few if kind == "first island" else experts - 1 - few
+        case "twice":
+            drawn = torch.randint(experts, shape, **some)
+            drawn[:, -1] = drawn[:, 0]
+            return drawn
+    return different
 
 
 def layer(
@@ -177,29 +192,6 @@ def weights_by_row(
             order = here.amin(1).sort(stable=True).indices
             found += each[order][experts[order] == e].tolist()
     return found
-
-
-def named(kind: str, tokens: int, experts: int, top: int, ranks: int) -> Tensor:
-    """Experts of all tokens; but for "drawn", a token may have one of them several times.
-
-    Of "fewer" some tokens have some experts less, and some none.
-    """
-    if kind == "drawn":
-        return torch.rand(tokens, experts).argsort(1)[:, :top]
-    if kind == "fewer":
-        drawn = torch.rand(tokens, experts).argsort(1)[:, :top]
-        drawn[torch.rand(tokens, top) < 0.3] = NONE
-        drawn[torch.rand(tokens) < 0.3] = NONE
-        return drawn
-    if kind == "skewed":
-        return (torch.rand(tokens, top) ** 4 * experts).long()
-    if kind == "one expert":
-        return torch.full((tokens, top), experts // 2)
-    if kind == "last rank":
-        return experts - 1 - torch.randint(experts // ranks, (tokens, top))
-    drawn = torch.randint(experts, (tokens, top))
-    drawn[:, -1] = drawn[:, 0]
-    return drawn
 
 
 def differ(got: Found, want: Found) -> list[str]:

@@ -19,7 +19,7 @@ SUMS = ((4, 3), (4, 1), (0, 3), (4, 0))  # tokens, and rows of each
 
 
 @pytest.mark.shows("all_to_all_matmul matmul_all_to_all", "forward, backward", "fp16 fp32")
-@pytest.mark.drawn(6)
+@pytest.mark.drawn(7)
 @pytest.mark.parametrize("known_on", ["host", "device"])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize(
