@@ -3,6 +3,7 @@
 import pytest
 import torch
 from late import GIVES_UP, TIMEOUT_S, looks_of
+from on_ranks import on_ranks
 from rank_bodies import Case, world, wrong_cases
 from rankpool import RankPool
 
@@ -55,6 +56,19 @@ def test_the_sum_over_ranks(pool: RankPool, op: str, shots: str, ranks: int, epo
         ]
     cases = cases if ranks == 2 else cases[1:2]
     assert pool.run(wrong_from, ranks, cases, epoch) == [[]] * ranks
+
+
+@pytest.mark.parametrize("shots", ["one_shot", "two_shot"])
+@on_ranks(2)
+def test_nothing_behind_operands_is_multiplied(rank: int, ranks: int, shots: str):
+    """Sizes that nothing divides; what lies behind is no number."""
+    x, w = (
+        torch.cat([torch.randn(rows * cols), torch.full((4096,), torch.nan)])[: rows * cols].view(
+            rows, cols
+        ) for rows, cols in ((3, 40), (40, 56))
+    )  # fmt: skip
+    y = cp.matmul_all_reduce(x, w, plan=f"fused {shots} {TILE}")
+    assert torch.allclose(y, cp.matmul_all_reduce(x, w, plan="serial"), atol=1e-4)
 
 
 def refused_in_bf16(rank: int, ranks: int) -> str:

@@ -92,7 +92,7 @@ def summed() -> Iterator[tuple[str, Row]]:
     yield "reduce of any width", Row(reduce_kernel, given)
     given = {"BLOCK": 2048, "pointers": {"i32": "source"}}
     yield "exchange of any part", Row(exchange_kernel, given)
-    given |= {"sizes": "part source_stride"}
+    given = {**given, "sizes": "part source_stride"}
     # the address of a peer's memory is one word for the whole block
     yield "exchange", Row(exchange_kernel, given, {"narrow": r"ld\.b64"}, 64)
 
