@@ -146,6 +146,7 @@ def test_results_are_those_of_fp64(rank: int, ranks: int) -> list[str]:
     return found
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("layer", [False, True])
 @on_ranks(2, 4)
 def test_kernels_give_them_too(rank: int, ranks: int, layer: bool) -> list[str]:

@@ -64,6 +64,7 @@ def cases(op: str, ranks: int) -> list[Case]:
     return found
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.shows("all_gather_matmul matmul_reduce_scatter matmul_all_reduce", "forward", "fp8")
 @pytest.mark.parametrize("op", [AG, RS, AR])
 @on_ranks(1, 2, 3)
@@ -282,6 +283,7 @@ def with_activation(
     return x, (w, up) if gated else w, None if gated else bias, want
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("kind", KINDS)
 @on_ranks(1, 2, 3)
 def test_an_activation_is_of_the_products(rank: int, ranks: int, kind: str) -> list[str]:

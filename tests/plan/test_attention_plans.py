@@ -26,6 +26,7 @@ def test_causal_plans_are_right(op: str, ranks: int):
             assert plan is None or simulate(plan, seed=rows), spec
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_plans_by_heads_are_right(ranks: int):
     """Of heads that are as many in each part, or not; of several queries to a key."""

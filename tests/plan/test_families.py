@@ -253,6 +253,7 @@ def test_every_grouping_of_four_ranks_is_right(groups: tuple[int, ...]):
     assert ("dx_keep" in lane_of(plan, "compute")) == (not alone)
 
 
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize("op", OPS)
 def test_steps_name_each_predecessor_once(op: str):
     for shape in ("primes", "even"):

@@ -99,6 +99,7 @@ def test_chunks_and_counts_that_differ_as_launched(rank: int, ranks: int, local:
     return found
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("size", "plan"), [(4, "routed 1/1 ring"), (4, "routed 2 xor"), (2, "islands")]
 )
