@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple, TypedDict
@@ -180,7 +180,15 @@ def put(mutant: Mutant, package: Path) -> tuple[Path, range]:
     return path.relative_to(package), range(first + 1, behind + 1)
 
 
-def tried(mutant: Mutant, root: Path, reached: Reached) -> str:
+def collected(root: Path) -> set[str]:
+    """The tests of a checkout."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"]
+    path = {"PYTHONPATH": f"{root}/src:{root}/tests:{root}"}
+    said = subprocess.run(command, cwd=root, env=os.environ | path, text=True, capture_output=True)
+    return set(said.stdout.splitlines())
+
+
+def tried(mutant: Mutant, root: Path, reached: Reached, gone: Set[str]) -> str:
     """The test that fails; "survived", "unreached", or "late": none had failed in time."""
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
         copy = Path(folder)
@@ -194,8 +202,9 @@ def tried(mutant: Mutant, root: Path, reached: Reached) -> str:
                 shutil.copy(root / name, copy / name)
         path, rows = put(mutant, copy / "src" / "counterpoint")
         tests = {i for row in rows for i in reached["lines"].get(f"{path}:{row}", ())}
-        names = [*reached["seconds"]]  # the quickest first
-        return _run(copy, [names[i] for i in sorted(tests)]) if tests else "unreached"
+        every = [*reached["seconds"]]  # the quickest first
+        names = [every[i] for i in sorted(tests) if every[i] not in gone]
+        return _run(copy, names) if names else "unreached"
 
 
 def _run(copy: Path, names: Sequence[str]) -> str:
@@ -239,9 +248,11 @@ def main() -> int:
         return 0
     mutants = [Mutant(**each) for each in json.loads(LIST.read_text())]
     reached = json.loads(args.reached.read_text())
+    gone = set(reached["seconds"]) - collected(args.root)
+    print(f"{len(gone)} of {len(reached['seconds'])} tests are not there any more", flush=True)
     numbers = list(range(len(mutants))) if args.only is None else args.only
     with ThreadPoolExecutor(2) as lanes:
-        said = lanes.map(lambda i: tried(mutants[i], args.root, reached), numbers)
+        said = lanes.map(lambda i: tried(mutants[i], args.root, reached, gone), numbers)
         outcomes = dict(zip(numbers, _shown(mutants, numbers, said), strict=True))
     missed = ("survived", "unreached", "late")
     caught = sum(outcome not in missed for outcome in outcomes.values())
