@@ -36,7 +36,6 @@ from counterpoint.runtime import activated, launch_routes
 from counterpoint.runtime import launch_embedding_gradient as gradients
 from counterpoint.testing.ptx import Compiled, lines_with
 
-EVERY = "sm_80 sm_90 sm_100"
 NORM = {"LAYER": False, "HAS_RESIDUAL": True, "HAS_BIAS": False, "WHOLE": True}
 TABLES = {"i32": "bags rows starts row_tables names marks long", "i64": "tables bounds",
           "fp32": "scales rates partials"}  # fmt: skip
@@ -201,7 +200,7 @@ def test_routes_are_found_in_registers(capability: int, sizes: tuple[int, int, i
     check(Row(getattr(device_routes, f"{name}_kernel"), given, registers=128), capability)
 
 
-@pytest.mark.shows("matmul_all_reduce_rms_norm", "compiled for", EVERY)
+@pytest.mark.shows("matmul_all_reduce_rms_norm", "compiled for", "sm_80 sm_90 sm_100")
 @pytest.mark.parametrize("capability", generations(1))
 @pytest.mark.parametrize("n", [4096, 16384])
 def test_a_row_of_a_norm_stays_in_registers(capability: int, n: int):
@@ -222,7 +221,7 @@ def test_what_is_no_number_is_not_clamped(quantized: int):
     assert bool(lines_with(ptx, r"setp\.(nan|neu?|num)\.f32")) == (quantized == 2)
 
 
-@pytest.mark.shows("all_gather_attention", "compiled for", EVERY)
+@pytest.mark.shows("all_gather_attention", "compiled for", "sm_80 sm_90 sm_100")
 @pytest.mark.parametrize("capability", generations(1))
 def test_attentions_are_merged_16_bytes_at_a_time(capability: int):
     """Rows are in several warps: without a barrier a late one reads what another has stored."""
@@ -241,7 +240,7 @@ SIGNAL = {"pointers": {"i32": "epoch"}, "plain": "all", "num_warps": 1,
           "types": {"post_ptrs": "*i64", "wait_ptrs": "*i64"}}  # fmt: skip
 
 
-@pytest.mark.shows("all_gather_matmul matmul_reduce_scatter", "compiled for", EVERY)
+@pytest.mark.shows("all_gather_matmul matmul_reduce_scatter", "compiled for", "sm_80 sm_90 sm_100")
 @pytest.mark.parametrize("lanes", [32, 128])
 @pytest.mark.parametrize("advance", [False, True])
 @pytest.mark.parametrize("capability", generations(2))
