@@ -81,7 +81,7 @@ def bags_scene(
     return Scene(each, run, off, [*outs, *(room for y in ys for room in y)])
 
 
-@pytest.mark.drawn(6)
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("own", [False, True], ids=["copied", "own"])
 @pytest.mark.parametrize("sizes", BATCHES)
@@ -290,7 +290,7 @@ def experts_scene(
     return Scene(each, run, off, rooms, 0.4 if seed % 2 else 0.05)
 
 
-@pytest.mark.drawn(8)
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize("op", [DISPATCH, COMBINE])
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(
@@ -303,7 +303,7 @@ def test_every_order_gives_the_product(
     all_right(pool, experts_scene, seed, ranks, experts, op, routes)
 
 
-@pytest.mark.drawn(5)
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(("experts", "routes"), [(4, False), (6, True)], ids=["counts", "routes"])
 @pytest.mark.parametrize(
     ("fault", "text", "op"),

@@ -158,7 +158,8 @@ def test_reduce(
     slots = torch.randn(4, rows + 1, cols + 3).to(dtype)[:, :rows, :cols]
     own = torch.randn(rows, cols + 5).to(dtype)[:, :cols]
     bias = torch.randn(cols).to(dtype)
-    out = torch.empty(rows, cols + 1, dtype=dtype)[:, :cols]
+    whole = torch.full((rows, cols + 1), 7.0).to(dtype)
+    out = whole[:, :cols]
     order_words = torch.tensor([*order, 0], dtype=torch.int64)
     with interpreted():
         reduce_kernel[(rows, -(-cols // REDUCE_BLOCK))](
@@ -173,6 +174,7 @@ def test_reduce(
     # the interpreter truncates where a GPU rounds to the nearest bf16
     expected = truncated(want) if dtype == torch.bfloat16 else want.to(dtype)
     assert torch.equal(out, expected), (out.float() - expected.float()).abs().max()
+    assert (whole[:, cols] == 7).all(), "it wrote behind its end"
 
 
 def truncated(x: Tensor) -> Tensor:
