@@ -131,8 +131,8 @@ def _checked(console: Console, ranks: int, seed: int, scale: int) -> list[Check]
     cores = len(os.sched_getaffinity(0))
     ranks = ranks or min(max(cores, 2), 4)
     where = f"{ranks} CPU rank{'s' * (ranks != 1)} and {cores} core{'s' * (cores != 1)}"
-    console.print(f"\nEvery plan of two operators against fp64, on {where}: this proves results,")
-    console.print("and times of CPUs say nothing. The ranks start", end=" ")
+    console.print(f"\nEvery plan of two operators against fp64, on {where}.")
+    console.print("This proves results; times of CPUs say nothing. The ranks start", end=" ")
     sys.stdout.flush()
     with _told() as sender:
         results = spawn(_rank, ranks, seed, scale, sender, timeout_s=TIMEOUT_S)
