@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,10 @@ if TYPE_CHECKING:
     from rankpool import RankPool
 
 pytest_plugins = ["drawing"]
+
+# a shell that starts a command behind its back lets it ignore Ctrl-C; tests send it to processes
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # the same examples in each run, however slow the machine is
 settings.register_profile(
