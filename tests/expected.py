@@ -4,8 +4,8 @@ import os
 import subprocess
 import sys
 
-# `make test` on 2 cores that did 3,000 loops of WORK a second, for so many seconds
-LOOPS = {"": 3000 * 480, "--all-cases": 3000 * 1300}
+# an estimate of `make test` on 2 cores that do 4,000 loops of WORK a second, for so many seconds
+LOOPS = {"": 4000 * 600, "--all-cases": 4000 * 1500}
 WORK = """
 import json, time
 table = {str(i): [i, i / 7] for i in range(500)}

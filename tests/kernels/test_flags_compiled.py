@@ -262,7 +262,7 @@ def test_enough_rows_are_on_their_way(setting: Setting, block_d: int, capability
     """Of an SM: what covers a microsecond of 4.8 TB/s over 132 SMs, twice where bags are long."""
     found = bags(block_d, setting, capability)
     rows = blocks_of(found, setting.num_warps, capability) * setting.tile_bytes * setting.unroll
-    assert rows >= (1.5 if setting == FEW else 2) * 1e-6 * 4.8e12 / 132, found
+    assert rows >= (1.5 if setting == FEW else 2) * 1e-6 * 4.8e12 / 132, found[1:5]
 
 
 def test_settings_go_by_the_mean_of_bags():

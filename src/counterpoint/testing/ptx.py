@@ -16,12 +16,11 @@ import os
 import re
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton
 import triton.backends.nvidia
@@ -35,27 +34,26 @@ CAPABILITIES = [80, 90, 100]  # generations of GPUs: A100, H100 and H200, B200
 CUOBJDUMP = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
 
 
-@dataclass(frozen=True)
-class Compiled:
+class Compiled(NamedTuple):
     """A compiled kernel, and what the assembler says of its machine code.
 
     Attributes:
         ptx: its code as PTX.
-        ttgir: in Triton's own form.
-        cubin: as the machine runs it.
         registers: of a thread.
         shared_bytes: static shared memory of a block.
         dynamic_bytes: shared memory that a launch adds.
         local_bytes: of a thread, for what has no register.
+        ttgir: in Triton's own form.
+        cubin: as the machine runs it.
     """
 
-    ptx: str = field(repr=False)
-    ttgir: str = field(repr=False)
-    cubin: bytes = field(repr=False)
+    ptx: str
     registers: int
     shared_bytes: int
     dynamic_bytes: int
     local_bytes: int
+    ttgir: str
+    cubin: bytes
 
     @property
     def sass(self) -> str:
@@ -110,8 +108,8 @@ def compiled(
     said = _cuobjdump(found.asm["cubin"], "-res-usage")
     usage = {name: int(number) for name, number in re.findall(r"\b([A-Z]+):(\d+)", said)}
     return Compiled(
-        found.asm["ptx"], found.asm["ttgir"], found.asm["cubin"], usage["REG"], usage["SHARED"],
-        found.metadata.shared, usage["STACK"] + usage["LOCAL"],
+        found.asm["ptx"], usage["REG"], usage["SHARED"], found.metadata.shared,
+        usage["STACK"] + usage["LOCAL"], found.asm["ttgir"], found.asm["cubin"],
     )  # fmt: skip
 
 
