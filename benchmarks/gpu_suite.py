@@ -31,7 +31,7 @@ TESTS_S, TEST_S, CHARACTERIZE_S, LONG_S = 310, 300, 40, 560
 SANITIZE_S = 480
 START_S = 15  # of the processes of all tables
 END_S = 10  # to end by itself
-LANES = 4
+LANES = 8  # mostly kernels are compiled: a GPU idles beside four
 # files that take longest: they compile many kernels
 FIRST = ("test_experts_fused_gpu", "test_embedding_gpu", "test_matmul_all_reduce_gpu")
 # files that count free memory or measure time

@@ -31,7 +31,7 @@ from counterpoint.adapters.compile import OverlapPass, compile_options
 from counterpoint.measure.timing import relative_error
 
 aten: Any = torch.ops.aten
-SEAM = "joint_custom_post_pass"
+SEAM = "joint_custom_pre_pass"
 
 
 class Quick:

@@ -386,7 +386,7 @@ def _compared(ranks: int, seed: int, folder: str) -> Result:
             torchs = results(torch.float32, lambda m: torch.compile(m, backend=plain))
         if folder:
             options = cp.compile_options()
-            overlap = options["joint_custom_post_pass"]
+            overlap = options["joint_custom_pre_pass"]
             with kept_in(folder) as asked:
                 ours = results(torch.float32, lambda m: torch.compile(m, options=options))
                 hits = asked()

@@ -442,6 +442,19 @@ def test_a_recompile_on_one_rank_only(rank: int, world_size: int):
         torch.testing.assert_close(compiled(x), want)
 
 
+@on_ranks(2)
+def test_matmuls_that_torch_pads_on_one_rank_only(rank: int, world_size: int):
+    """Torch measures on each rank whether padding pays: both call the same operators for all that."""
+    with by_reference(), contextlib.ExitStack() as padded:
+        for name in ("check_device", "has_triton") if rank == 0 else ():
+            where = f"torch._inductor.fx_passes.pad_mm.{name}"
+            padded.enter_context(mock.patch(where, return_value=True))
+            padded.enter_context(torch._inductor.config.patch(force_shape_pad=True))
+        mesh = init_device_mesh("cpu", (world_size,))
+        sizes = Sizes(batch=2)  # tokens: torch would make them 4
+        return worse(lambda dtype: made(DECODE, sizes, mesh, dtype=dtype), matched=2, train=False)
+
+
 def test_a_pass_of_the_users_own_is_chained():
     calls: list[str] = []
 

@@ -273,7 +273,7 @@ def test_compiled_inference_has_it_for_an_all_reduce_and_a_norm(gpus):
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # inductor's own imports warn
         y, h = torch.compile(layer, options=options, dynamic=False)(x, residual)
-    (report,) = options["joint_custom_post_pass"].reports
+    (report,) = options["joint_custom_pre_pass"].reports
     assert [one.operator for one in report.found] == ["all_reduce_rms_norm"]
     total = torch.relu(x).double()
     dist.all_reduce(total)

@@ -32,7 +32,8 @@ except ImportError as error:
     what = f"torch {torch.__version__} has no torch._inductor.custom_graph_pass"
     raise UnsupportedError(f"compile_options: {what}; it needs torch 2.11 or newer") from error
 
-SEAM, LAST = "joint_custom_post_pass", "post_grad_custom_post_pass"
+# before torch pads matmuls: each rank measures whether that pays, and ranks would see other graphs
+SEAM, LAST = "joint_custom_pre_pass", "post_grad_custom_post_pass"
 logger = logging.getLogger(__name__)
 
 
@@ -67,7 +68,10 @@ class OverlapPass(CustomGraphPass):
         self.retold.asked()
         for each in self._before:
             each(graph)
-        report = Report.of(rewrite.rewrite(graph, _groups(graph), merge_reductions=self._merge))
+        groups = _groups(graph)
+        if groups:
+            _remove_no_ops(graph)
+        report = Report.of(rewrite.rewrite(graph, groups, merge_reductions=self._merge))
         self.retold.note(report)
         self.tell(report)
 
@@ -104,7 +108,7 @@ def compile_options(
     write it, or a LayerNorm.
 
     Args:
-        options: further options of torch.compile. Passes of yours at "joint_custom_post_pass" or
+        options: further options of torch.compile. Passes of yours at "joint_custom_pre_pass" or
             "post_grad_custom_post_pass", here or in torch's own configuration, run before ours.
         merge_reductions: sum before an all-reduce where torch sums two all-reduces, as for the
             gradients of layers that share an input. Fewer collectives, with other rounding.
@@ -146,6 +150,14 @@ def _passes(options: Mapping[str, Any], seam: str) -> tuple[Any, ...]:
         if not callable(each):
             raise InputError("compile_options", seam, want="a pass that can be called", got=each)
     return tuple(each for each in passes if not isinstance(each, OverlapPass | Retold))
+
+
+def _remove_no_ops(graph: fx.Graph) -> None:
+    """Do what torch does next: slices of dynamic sizes hide matmuls."""
+    # not at the top: it imports what warns; a compiler that calls this has imported it
+    from torch._inductor.fx_passes.post_grad import remove_noop_ops
+
+    remove_noop_ops(graph)
 
 
 def _groups(graph: fx.Graph) -> dict[str, dist.ProcessGroup]:

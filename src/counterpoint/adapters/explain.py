@@ -17,7 +17,7 @@ from counterpoint.plan.invariant import WORD
 from counterpoint.problem import Problem
 from counterpoint.runtime.workspace import Workspace, workspaces
 
-SEAM = "joint_custom_post_pass"
+SEAM = "joint_custom_pre_pass"
 # torch's expression for the module behind a forward that a framework has put another one around
 BOUND_FORWARD = r"\.forward\.__closure__\[\d+\]\.cell_contents\.__self__"
 
