@@ -444,7 +444,7 @@ def test_a_recompile_on_one_rank_only(rank: int, world_size: int):
 
 @on_ranks(2)
 def test_matmuls_that_torch_pads_on_one_rank_only(rank: int, world_size: int):
-    """Torch measures on each rank whether padding pays: both call the same operators for all that."""
+    """Torch measures on each rank whether padding pays: both call the same operators anyway."""
     with by_reference(), contextlib.ExitStack() as padded:
         for name in ("check_device", "has_triton") if rank == 0 else ():
             where = f"torch._inductor.fx_passes.pad_mm.{name}"
