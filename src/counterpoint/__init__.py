@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         PlanError,
         UnsupportedError,
     )
+    from counterpoint.fsdp.overlap import Overlapped, overlap
     from counterpoint.machine import DeviceSpec, LinkSpec, Machine
     from counterpoint.measure.profile import profile
     from counterpoint.measure.tune import tune
@@ -69,6 +70,7 @@ _HOME = {
     "InputError": "errors",
     "LinkSpec": "machine",
     "Machine": "machine",
+    "Overlapped": "fsdp.overlap",
     "PeerTimeoutError": "errors",
     "Plan": "plan.steps",
     "PlanError": "errors",
@@ -99,6 +101,7 @@ _HOME = {
     "matmul_all_reduce_rms_norm": "ops.matmul_all_reduce_norm",
     "matmul_all_to_all": "ops.matmul_all_to_all",
     "matmul_reduce_scatter": "ops.matmul_reduce_scatter",
+    "overlap": "fsdp.overlap",
     "preset": "presets",
     "profile": "measure.profile",
     "release": "runtime.groups",
@@ -116,6 +119,7 @@ __all__ = [
     "InputError",
     "LinkSpec",
     "Machine",
+    "Overlapped",
     "PeerTimeoutError",
     "Plan",
     "PlanError",
@@ -147,6 +151,7 @@ __all__ = [
     "matmul_all_to_all",
     "matmul_reduce_scatter",
     "nn",
+    "overlap",
     "preset",
     "profile",
     "release",

@@ -1,0 +1,376 @@
+"""All private parts of FSDP2 that `cp.overlap` touches, torch 2.11 to 2.14. No other file names one.
+
+A parameter group of FSDP2 gathers in `unshard` and `wait_for_unshard`, frees in `_to_sharded`, and
+reduces gradients in `post_backward`. `Hooks` puts methods of ours in the place of those, on one
+group object, and takes them away again.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from counterpoint.errors import UnsupportedError
+
+try:
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group as torch_groups
+    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+except ImportError:  # another torch: `refusal` says so
+    torch_groups = TrainingState = None
+
+METHODS = ("unshard", "wait_for_unshard", "_to_sharded", "post_backward")
+OF_GROUP = (*METHODS, "finalize_backward", "reshard", "lazy_init", "_reshard_after_forward")
+Group = Any  # torch's FSDPParamGroup
+Param = Any  # torch's FSDPParam
+
+
+def refusal() -> str:
+    """Why this torch's FSDP2 is none that we know, or ""."""
+    found = getattr(torch_groups, "FSDPParamGroup", None)
+    lacks = [name for name in OF_GROUP if not hasattr(found, name)]
+    if found is None or TrainingState is None or lacks:
+        what = f" (no FSDPParamGroup.{lacks[0]})" if lacks and found else ""
+        return f"torch {torch.__version__} has another FSDP2 than 2.11 to 2.14{what}"
+    return ""
+
+
+def states_of(model: nn.Module) -> list[Any]:
+    """The FSDP states of a model, each once, in the order of its modules."""
+    found: list[Any] = []
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state = module._get_fsdp_state()  # type: ignore[operator]
+            if not any(state is known for known in found):
+                found.append(state)
+    return found
+
+
+def groups_of(state: Any) -> list[Group]:
+    """The parameter groups of a state: one before torch 2.13, a list since."""
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        groups = [state._fsdp_param_group] if state._fsdp_param_group else []
+    return list(groups)
+
+
+class Fact(NamedTuple):
+    """What is known of one parameter.
+
+    Args:
+        name: in the model.
+        numel: elements of a rank's shard, padding included.
+        orig: elements of the whole parameter.
+        dtype: in which it is gathered, and its gradients are made.
+        trains: whether it has gradients.
+        why: why FSDP2 must gather it itself, or "".
+    """
+
+    name: str
+    numel: int
+    orig: int
+    dtype: torch.dtype
+    trains: bool
+    why: str
+
+
+def fact_of(p: Param) -> Fact:
+    """The facts of a parameter, once FSDP2 has set itself up."""
+    name = getattr(p, "_param_fqn", None) or p._module_info.param_name
+    why = ""
+    if p.fsdp_placement.dim:
+        why = f"{name} is sharded by dim {p.fsdp_placement.dim}"
+    elif p.offload_to_cpu:
+        why = f"{name} is offloaded to the CPU"
+    elif hasattr(p._sharded_local_tensor, "fsdp_pre_all_gather"):
+        why = f"{name} has an all-gather of its own"
+    dtype = p.param_dtype or p.orig_dtype
+    whole = p._orig_size.numel()
+    return Fact(name, p.padded_sharded_param_size.numel(), whole, dtype,
+                p.sharded_param.requires_grad, why)  # fmt: skip
+
+
+def why_not_gathered(g: Group) -> str:
+    """Why FSDP2 must gather a group itself, or ""."""
+    kind = type(g.mesh_info).__name__
+    if "FSDP" not in kind and "HSDP" not in kind:
+        return "it is replicated: nothing is gathered"
+    if g.mesh_info.shard_process_group.size() == 1:
+        return "its group has one rank"
+    if g._use_post_forward_mesh:
+        return "reshard_after_forward is to a smaller mesh"
+    if type(g._all_gather_comm).__name__ != "DefaultAllGather":
+        return "its all-gather was set by set_custom_all_gather, or is from symmetric memory"
+    return next((why for p in g.fsdp_params if (why := fact_of(p).why)), "")
+
+
+def why_not_scattered(g: Group) -> str:
+    """Why FSDP2 must reduce the gradients of a group itself, or ""."""
+    trained = [f for f in map(fact_of, g.fsdp_params) if f.trains]
+    if not trained:
+        return "frozen"
+    dtypes = {f.dtype for f in trained}
+    if len(dtypes) > 1:
+        return "gradients of several dtypes"
+    (dtype,) = dtypes
+    if dtype not in (torch.bfloat16, torch.float32):
+        return f"{dtype} gradients are scaled in two steps"
+    if (g._reduce_dtype or dtype) not in (torch.float32, dtype):
+        return f"{dtype} gradients are reduced in {g._reduce_dtype}"
+    if "HSDP" in type(g.mesh_info).__name__:
+        return "HSDP: an all-reduce follows"
+    if type(g._reduce_scatter_comm).__name__ != "DefaultReduceScatter":
+        return "its reduce-scatter was set by set_custom_reduce_scatter, or is from symmetric memory"
+    return ""
+
+
+def shard_group(g: Group) -> dist.ProcessGroup:
+    """The ranks that share a group's parameters."""
+    return g.mesh_info.shard_process_group
+
+
+def name_of(g: Group) -> str:
+    """Where a group stands in the model."""
+    return g._module_fqn or "root"
+
+
+def masters(g: Group) -> list[Tensor]:
+    """This rank's shards, flat and padded, as the optimizer has them now."""
+    return [p._sharded_param_data for p in g.fsdp_params]
+
+
+def versions(g: Group) -> list[tuple[int, int]]:
+    """What changes where a shard is written in place or replaced."""
+    return [(p._sharded_param_data.data_ptr(), p.sharded_param._version) for p in g.fsdp_params]
+
+
+def is_sharded(g: Group) -> bool:
+    """Whether its gathered parameters are not in use."""
+    return g.is_sharded
+
+
+def is_free(g: Group) -> bool:
+    """Whether nothing is gathered, and nothing on its way."""
+    return g.is_sharded and g._all_gather_result is None
+
+
+def is_outside(g: Group) -> bool:
+    """Whether a gather is asked for by hand: in no forward, and in no backward."""
+    assert TrainingState is not None
+    return g._training_state == TrainingState.IDLE
+
+
+def skips_gather(g: Group) -> bool:
+    """Whether a gather is not needed: it is there or on its way, or not wanted in a backward."""
+    assert TrainingState is not None
+    if g._all_gather_result is not None or g.is_unsharded:
+        return True
+    in_backward = g._training_state == TrainingState.PRE_BACKWARD
+    return not getattr(g, "unshard_in_backward", True) and in_backward
+
+
+class Pending:
+    """A gather on its way: what torch asks of its own AllGatherResult."""
+
+    all_gather_work = None
+
+    def __init__(self, event: Any) -> None:
+        self.all_gather_event = event
+
+
+def gathering(g: Group, event: Any) -> None:
+    """Note that a gather ends with an event."""
+    g._all_gather_result = Pending(event)
+
+
+def gathered(g: Group) -> Any:
+    """Let modules have the gathered parameters; the event to wait for before, None: no gather."""
+    pending = g._all_gather_result
+    if not pending:
+        return None
+    g._all_gather_result = None
+    for p in g.fsdp_params:
+        p.init_unsharded_param()
+    g._to_unsharded()
+    return pending.all_gather_event
+
+
+def to_sharded(g: Group) -> None:
+    """FSDP2's own end of the use of gathered parameters."""
+    type(g)._to_sharded(g)
+
+
+def drop_gathered(g: Group) -> None:
+    """Shard a group whatever `reshard_after_forward` says."""
+    if not g.is_sharded:
+        g._to_sharded()
+
+
+def by_torch(g: Group, method: str, *given: Any) -> Any:
+    """FSDP2's own method."""
+    return getattr(type(g), method)(g, *given)
+
+
+def device_module(device: torch.device) -> Any:
+    """torch.cuda, or what stands for it on CPU ranks."""
+    return torch.cuda if device.type == "cuda" else torch.cpu
+
+
+def streams(g: Group) -> tuple[Any, Any] | None:
+    """(of gathers, of scatters); None before the first forward."""
+    ctx = g.comm_ctx
+    if not hasattr(ctx, "all_gather_stream"):
+        return None
+    return ctx.all_gather_stream, ctx.reduce_scatter_stream
+
+
+def keeps_gathered(g: Group) -> bool:
+    """Whether a group stays gathered after its forward."""
+    return not g._reshard_after_forward
+
+
+def reduces_by_torch(g: Group) -> bool:
+    """Whether FSDP2 itself must take the gradients of this backward."""
+    accumulated = any(p.unsharded_accumulated_grad is not None for p in g.fsdp_params)
+    return not g.reduce_grads or accumulated or g._all_reduce_hook is not None
+
+
+def begin_reduce(g: Group) -> list[tuple[int, Tensor]]:
+    """Take the gradients that autograd has made, with their parameters' places, and reshard."""
+    assert TrainingState is not None
+    g._training_state = TrainingState.POST_BACKWARD
+    found: list[tuple[int, Tensor]] = []
+    for i, p in enumerate(g.fsdp_params):
+        if not hasattr(p, "_unsharded_param"):
+            continue
+        if p.unsharded_param.grad is not None:
+            found.append((i, p.unsharded_grad_data))
+            p.unsharded_param.grad = None
+        elif getattr(g, "reduce_scatter_unused_params", False) and p.unsharded_param.requires_grad:
+            found.append((i, p.unsharded_zero_grad_data))
+    if g.reshard_after_backward:
+        g.reshard()
+    return found
+
+
+def divisor(g: Group) -> float:
+    """By what a sum of gradients is divided."""
+    return float(g.gradient_divide_factor or g.mesh_info.shard_process_group.size())
+
+
+def give_gradients(g: Group, of: Sequence[tuple[int, Tensor]], event: Callable[[], Any]) -> Any:
+    """Let shards have their gradients, add to what they have, and call hooks; the end's event.
+
+    Args:
+        of: places of parameters, and their reduced gradients, flat and padded.
+        event: records one on the current stream.
+    """
+    for i, flat in of:
+        p = g.fsdp_params[i]
+        size, stride = p.sharded_size, p.contiguous_sharded_stride
+        new = torch.as_strided(flat, size, stride, flat.storage_offset())
+        if p.sharded_param.grad is None:
+            p.sharded_param.grad = p.to_sharded_dtensor(new)
+        else:
+            p.sharded_param.grad._local_tensor += new
+        for hook in (getattr(p.sharded_param, "_post_accumulate_grad_hooks", None) or {}).values():
+            hook(p.sharded_param)
+    ended = event()
+    g._post_reduce_event = ended
+    return ended
+
+
+def note_reduced(g: Group, stream: Any, ended: Any) -> None:
+    """Let the end of a backward wait for it; since torch 2.13 by the stream's last event."""
+    last = getattr(g.comm_ctx, "_last_post_reduce_events", None)
+    if last is not None:
+        last[stream] = ended
+
+
+def grad_dtype(g: Group) -> torch.dtype:
+    """Of the gradients of shards."""
+    return g._orig_dtype
+
+
+class Hooks:
+    """Methods of ours on one group, and the buffers that its parameters are gathered to.
+
+    Torch's own buffers and parameters are kept beside: `swap` exchanges them.
+
+    Args:
+        methods: by name, of METHODS; each is called with the arguments of torch's.
+        buffers: flat and whole, one a parameter, at the start of its storage.
+    """
+
+    def __init__(
+        self, g: Group, methods: Mapping[str, Callable[..., Any]], buffers: Sequence[Tensor]
+    ) -> None:
+        self.g, self._methods = g, methods
+        self._other = [([buffer], None) for buffer in buffers]
+        self._ours = False
+        for name, method in methods.items():
+            setattr(g, name, method)
+        self.swap(True)
+
+    def swap(self, ours: bool) -> None:
+        """Let parameters be gathered to our buffers, or to torch's; the group is sharded."""
+        if ours == self._ours:
+            return
+        self._ours = ours
+        for i, p in enumerate(self.g.fsdp_params):
+            outputs, param = self._other[i]
+            self._other[i] = p.all_gather_outputs, p.__dict__.pop("_unsharded_param", None)
+            p.all_gather_outputs = outputs
+            if param is not None:
+                p._unsharded_param = param
+            if ours:
+                p.free_unsharded_param = _nothing
+            else:
+                p.__dict__.pop("free_unsharded_param", None)
+
+    def move(self, buffers: Sequence[Tensor]) -> None:
+        """Gather to other buffers from now on; the group is sharded, and goes our way."""
+        for p, buffer in zip(self.g.fsdp_params, buffers, strict=True):
+            p.all_gather_outputs = [buffer]
+            p.__dict__.pop("_unsharded_param", None)
+
+    def take(self) -> None:
+        """Give everything back to torch; the group is sharded."""
+        self.swap(False)
+        for name in self._methods:
+            self.g.__dict__.pop(name, None)
+
+
+def _nothing() -> None:
+    """Gathered parameters are not freed: their memory is used in turn."""
+
+
+def watch_roots(states: Sequence[Any], begin: Callable[[Any, Any], None]) -> None:
+    """Call `begin` with its arguments before each forward of a root, whichever module that is, once FSDP2 is set up."""
+    for state in states:
+
+        def root_pre_forward(module: Any, args: Any, kwargs: Any, state: Any = state) -> Any:
+            state._lazy_init()
+            if state._state_ctx.iter_forward_root is None:
+                begin(args, kwargs)
+            return type(state)._root_pre_forward(state, module, args, kwargs)
+
+        state._root_pre_forward = root_pre_forward
+
+
+def unwatch_roots(states: Sequence[Any]) -> None:
+    """Watch them no more."""
+    for state in states:
+        state.__dict__.pop("_root_pre_forward", None)
+
+
+def need(refused: str) -> None:
+    """Raise what `refusal` says.
+
+    Raises:
+        UnsupportedError: it says something.
+    """
+    if refused:
+        raise UnsupportedError(f"overlap: {refused}")
