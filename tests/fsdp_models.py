@@ -22,7 +22,11 @@ class Block(nn.Module):
 
     def __init__(self, hidden: int = 3 * DIM) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.RMSNorm(DIM), nn.Linear(DIM, hidden), nn.Linear(hidden, DIM)
+        self.norm, self.up, self.down = (
+            nn.RMSNorm(DIM),
+            nn.Linear(DIM, hidden),
+            nn.Linear(hidden, DIM),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(F.silu(self.up(self.norm(x))))

@@ -165,7 +165,9 @@ class Shards:
                 driver.copies_async(member.pulls[r], stream.cuda_stream, capturing=capturing)
                 continue
             theirs = self.shadow.peer(r)
-            for fact, place, buffer in zip(member.facts, member.places, member.buffers, strict=True):
+            for fact, place, buffer in zip(
+                member.facts, member.places, member.buffers, strict=True
+            ):
                 source = theirs[place.at : place.at + place.size].view(fact.dtype)
                 # .data: with a version of its own, so that a gather is no change to autograd
                 buffer.data[r * fact.numel : (r + 1) * fact.numel].copy_(source)

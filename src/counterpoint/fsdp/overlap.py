@@ -97,8 +97,19 @@ class Overlapped:
             lines.append(f"tried on {2 * v.pairs} steps: {times}: {speedup}")
         elif self._trial:
             lines.append("being tried on real steps, beside torch's own way")
+        if sizes := ", ".join(f"{n} {b / 2**20:.0f} MiB" for n, b in self.num_bytes().items() if b):
+            lines.append(f"memory of this rank: {sizes}")
         lines.append(self._state)
         return "\n".join(lines)
+
+    def num_bytes(self) -> dict[str, int]:
+        """Memory on this rank: what is published, inboxes, and gathered parameters."""
+        gathered = {b.data_ptr(): b.numel() * b.itemsize for m in self._members for b in m.buffers}
+        return {
+            "published": sum(s.shadow.num_bytes for s in self._all),
+            "inboxes": sum(s.inbox.num_bytes for s in self._all if s.inbox),
+            "gathered": sum(gathered.values()),
+        }
 
     def off(self) -> None:
         """Give everything back to torch, between two steps. `overlap` may be called again."""
@@ -258,13 +269,14 @@ class Overlapped:
                     self._state = "left to torch: overlapping was not faster beyond doubt"
                     return
                 ours = True
-            self._go(ours)
+            self.switch(ours=ours)
         self._key.append(key)
 
-    def _go(self, ours: bool) -> None:
-        """Go our way or torch's from now on; nothing is gathered."""
+    def switch(self, *, ours: bool) -> None:
+        """Go our way or torch's from the next step on; all memory is kept."""
         if ours == self._ours:
             return
+        self._drain()
         self._ours = ours
         for hooks in self._hooks:
             torch_parts.drop_gathered(hooks.g)
@@ -340,7 +352,9 @@ class Overlapped:
         if not self._ours or not member.scatters or torch_parts.reduces_by_torch(g):
             torch_parts.by_torch(g, "post_backward", *given)
             return
-        grads = [(i, t if t.is_contiguous() else t.contiguous()) for i, t in torch_parts.begin_reduce(g)]
+        grads = [
+            (i, t if t.is_contiguous() else t.contiguous()) for i, t in torch_parts.begin_reduce(g)
+        ]
         if not grads:
             return
         streams, device = torch_parts.streams(g), shards.device
@@ -407,8 +421,12 @@ def overlap(
         >>> print(overlapped.explain())  # doctest: +SKIP
     """
     if isinstance(model, nn.parallel.DistributedDataParallel):
-        fix = "shard it by torch.distributed.fsdp.fully_shard; overlapping DDP brought 1.00x to 1.05x"
-        raise InputError(OP, "model", want="a model of FSDP2", got="DistributedDataParallel", fix=fix)
+        fix = (
+            "shard it by torch.distributed.fsdp.fully_shard; overlapping DDP brought 1.00x to 1.05x"
+        )
+        raise InputError(
+            OP, "model", want="a model of FSDP2", got="DistributedDataParallel", fix=fix
+        )
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InputError(OP, "model", want="a torch.nn.Module", got=type(model).__name__)
     if type(slots) is not int or slots < 1:
@@ -422,7 +440,9 @@ def overlap(
         raise InputError(OP, "model", want="sharded by FSDP2", got=type(model).__name__, fix=fix)
     if any("_counterpoint_overlapped" in state.__dict__ for state in states):
         fix = "call off() on what overlap returned before"
-        raise InputError(OP, "model", want="one that is not overlapped yet", got="one that is", fix=fix)
+        raise InputError(
+            OP, "model", want="one that is not overlapped yet", got="one that is", fix=fix
+        )
     made = Overlapped(model, slots=slots, gather=gather, scatter=scatter, trial_steps=trial_steps)
     for state in states:
         state._counterpoint_overlapped = True

@@ -122,7 +122,9 @@ def why_not_scattered(g: Group) -> str:
     if "HSDP" in type(g.mesh_info).__name__:
         return "HSDP: an all-reduce follows"
     if type(g._reduce_scatter_comm).__name__ != "DefaultReduceScatter":
-        return "its reduce-scatter was set by set_custom_reduce_scatter, or is from symmetric memory"
+        return (
+            "its reduce-scatter was set by set_custom_reduce_scatter, or is from symmetric memory"
+        )
     return ""
 
 

@@ -65,9 +65,7 @@ class Trial:
         gather: what all ranks say, in rank order.
     """
 
-    def __init__(
-        self, steps: int, gather: Callable[[Any], list[Any]], *, on_gpu: bool
-    ) -> None:
+    def __init__(self, steps: int, gather: Callable[[Any], list[Any]], *, on_gpu: bool) -> None:
         self._gather, self._on_gpu = gather, on_gpu
         self._least = min(max(steps, 2), MOST_STEPS)
         self._step = -1
