@@ -14,7 +14,7 @@ NAMES = (
     "overlap", "few_rows", "decode", "experts", "embedding", "embedding_gradient",
     "attention", "steps", "training", "resources", "copies", "transports", "losses", "ficco",
     "evaluate", "compile", "soak", "norms", "fp8", "attention_replay", "epilogue", "expert_layer",
-    "invariant", "overlap_replay", "two_islands", "prefill", "decode_experts",
+    "invariant", "overlap_replay", "two_islands", "prefill", "decode_experts", "fsdp",
 )  # fmt: skip
 # with --paper: a paper's own experiments, at its sizes
 PAPER = {name: f"paper_{name}"
