@@ -221,7 +221,7 @@ class Overlapped:
         shards = self._shards[id(member.g)]
         methods = {
             "unshard": partial(self._unshard, member, shards),
-            "wait_for_unshard": partial(self._wait, member),
+            "wait_for_unshard": partial(self._wait, member, shards),
             "_to_sharded": partial(self._to_sharded, member),
             "post_backward": partial(self._post_backward, member, shards),
         }
@@ -332,11 +332,14 @@ class Overlapped:
             stream.wait_event(slot.left)
         slot.holder = member
 
-    def _wait(self, member: Member) -> None:
+    def _wait(self, member: Member, shards: Shards) -> None:
+        g = member.g
         if not self._ours:
-            torch_parts.by_torch(member.g, "wait_for_unshard")
-            return
-        torch_parts.gathered(member.g)
+            torch_parts.by_torch(g, "wait_for_unshard")
+        elif torch_parts.is_pending(g):
+            if (event := torch_parts.gather_event(g)) is not None:  # CPU ranks have none
+                shards.device.current_stream().wait_event(event)
+            torch_parts.use_gathered(g)
 
     def _to_sharded(self, member: Member) -> None:
         g = member.g

@@ -187,16 +187,22 @@ def gathering(g: Group, event: Any) -> None:
     g._all_gather_result = Pending(event)
 
 
-def gathered(g: Group) -> Any:
-    """Let modules have the gathered parameters; the event to wait for before, None: no gather."""
-    pending = g._all_gather_result
-    if not pending:
-        return None
+def is_pending(g: Group) -> bool:
+    """Whether there is a gather that nobody has waited for yet."""
+    return g._all_gather_result is not None
+
+
+def gather_event(g: Group) -> Any:
+    """The event of that gather; None on CPU ranks."""
+    return g._all_gather_result.all_gather_event
+
+
+def use_gathered(g: Group) -> None:
+    """Let modules have the gathered parameters."""
     g._all_gather_result = None
     for p in g.fsdp_params:
         p.init_unsharded_param()
     g._to_unsharded()
-    return pending.all_gather_event
 
 
 def to_sharded(g: Group) -> None:
