@@ -225,8 +225,6 @@ def differences(lab: Lab) -> tuple[dict[str, float], dict[str, int]]:
     lab.overlap()
     gradients(lab)
     ours, got = gradients(lab)
-    peak[OURS] = peak_of(lab)
-    lab.end()
 
     def off(a: Sequence[Tensor]) -> float:
         return max(
@@ -235,6 +233,9 @@ def differences(lab: Lab) -> tuple[dict[str, float], dict[str, int]]:
         )  # fmt: skip
 
     found = lab.bench.most([off(got), off(again), abs(ours - loss) / abs(loss)])
+    del want, again, got
+    peak[OURS] = peak_of(lab)
+    lab.end()
     return dict(zip(("gradients_off", "torchs_own_off", "loss_off"), found, strict=True)), peak
 
 

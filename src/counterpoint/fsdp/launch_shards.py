@@ -7,7 +7,7 @@ inbox of their owner, who sums them in fp32 in rank order. There are two inboxes
 push waits for the sum of the push before the last one only.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -129,13 +129,18 @@ class Shards:
 
     # -- parameters
 
-    def publish(self, members: Iterable[Member], stream: Any) -> None:
-        """Write shards to where peers read them; no peer reads the old ones any more."""
-        members = [*members]
+    def publish(self, members: Sequence[Member], stream: Any, *, more: bool = False) -> None:
+        """Write shards to where peers read them.
+
+        Args:
+            members: whose.
+            more: of the same step as those published before: no peer reads old ones any more.
+        """
         words = self.words
         words.advance("publish", stream)
-        words.post("publish", ENTERED, stream)
-        words.wait("publish", ENTERED, words.peers, stream)
+        if not more:
+            words.post("publish", ENTERED, stream)
+            words.wait("publish", ENTERED, words.peers, stream)
         targets, sources = list[Tensor](), list[Tensor]()
         own = self.shadow.local()
         for member in members:

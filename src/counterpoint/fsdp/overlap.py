@@ -299,19 +299,21 @@ class Overlapped:
         streams = torch_parts.streams(g)
         assert streams is not None, "a group is overlapped once FSDP2 has set itself up"
         stream, device = streams[0], shards.device
+        others: list[Member] = []
         if torch_parts.is_outside(g):  # by hand: whatever was done to its shards before
             stream.wait_stream(device.current_stream())
             shards.publish([member], stream)
-        elif shards.stale:
-            shards.publish(shards.members, stream)
-            shards.stale = False
+        elif shards.stale:  # what is needed first, first: the others beside its computation
+            shards.publish([member], stream)
+            shards.stale, others = False, [m for m in shards.members if m is not member]
         elif member.published != torch_parts.versions(g):
             stream.wait_stream(device.current_stream())
             shards.publish([member], stream)
         self._take(member, stream)
         shards.gather(member, stream)
-        with device.stream(stream):
-            torch_parts.gathering(g, stream.record_event())
+        torch_parts.gathering(g, stream.record_event())
+        if others:
+            shards.publish(others, stream, more=True)
 
     def _take(self, member: Member, stream: Any) -> None:
         """Have a place to gather to: the slot, or memory of its own where that is in use."""
