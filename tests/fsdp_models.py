@@ -1,7 +1,5 @@
 """Training steps of small FSDP2 models, as torch runs them and overlapped."""
 
-import contextlib
-from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -139,8 +137,3 @@ def both(step: Step, rank: int, ranks: int, **options: Any) -> tuple[list[Any], 
 def same(want: list[Any], got: list[Any]) -> bool:
     """Whether all bits are equal."""
     return len(want) == len(got) and all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
-
-
-@contextlib.contextmanager
-def in_place(overlapped: Any) -> Iterator[None]:
-    yield

@@ -1,4 +1,6 @@
-"""out = (parts[0] + parts[1] + ...) / divisor, in fp32 and in rank order, of gradients that were pushed.
+"""out = (parts[0] + parts[1] + ...) / divisor, in fp32 and in rank order.
+
+The parts are gradients that ranks have pushed.
 
 Each rank says beside its part which parameters' gradients are in it. Where two ranks say different
 things the sum would be of other things than the user means: it is NaN, and the host is told.

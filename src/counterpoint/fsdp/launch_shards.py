@@ -15,10 +15,10 @@ from torch import Tensor
 
 from counterpoint.errors import InputError
 from counterpoint.fsdp import torch_parts
+from counterpoint.fsdp.kernel_sum import sum_kernel
 from counterpoint.fsdp.torch_parts import Fact, Group
-from counterpoint.fsdp.words import ENTERED, PUBLISHED, PUSHED, SUMMED, words_of
-from counterpoint.runtime import driver
-from counterpoint.runtime.driver import Copy
+from counterpoint.fsdp.words import ENTERED, PUBLISHED, PUSHED, SUMMED, Signal, words_of
+from counterpoint.runtime.driver import Batch, Copy
 from counterpoint.runtime.workspace import Workspace
 
 ALIGN = 256  # bytes
@@ -56,7 +56,9 @@ class Member:
         self.grad_dtype = next((f.dtype for f in facts if f.trains), torch.float32)
         self.buffers: list[Tensor] = []
         self.slot: Slot | None = None
-        self.pulls: dict[int, list[Copy]] = {}
+        self.pulls: dict[int, Batch] = {}
+        self.pushes: dict[tuple[int, int, int], Pushes] = {}  # by inbox, rank, and gradients
+        self.sums: dict[int, Any] = {}  # launches, by inbox
         self.hooks: Any = None
         self.published: list[tuple[int, int]] = []  # versions of its shards then
 
@@ -65,6 +67,28 @@ class Member:
         """Of the whole group on one rank."""
         ranks = torch_parts.shard_group(self.g).size()
         return sum(_aligned(f.numel * ranks * f.dtype.itemsize) for f in self.facts)
+
+
+class Pushes(NamedTuple):
+    """A batch of copies whose sources begin somewhere else each time.
+
+    Args:
+        batch: its sources are offsets.
+        of: of each copy the number of what it is a part of.
+    """
+
+    batch: Batch
+    of: list[int]
+
+    def submit(self, starts: Sequence[int], stream: int) -> None:
+        """Enqueue it.
+
+        Args:
+            starts: addresses of those.
+        """
+        offsets = self.batch.sources
+        sources = [starts[i] + at for i, at in zip(self.of, offsets, strict=True)]
+        self.batch._replace(sources=sources).submit(stream)
 
 
 class Slot:
@@ -136,11 +160,8 @@ class Shards:
             members: whose.
             more: of the same step as those published before: no peer reads old ones any more.
         """
-        words = self.words
-        words.advance("publish", stream)
-        if not more:
-            words.post("publish", ENTERED, stream)
-            words.wait("publish", ENTERED, words.peers, stream)
+        meet = "" if more else ENTERED
+        self.words(Signal("publish", advance=True, post=meet, wait=meet), stream)
         targets, sources = list[Tensor](), list[Tensor]()
         own = self.shadow.local()
         for member in members:
@@ -153,22 +174,25 @@ class Shards:
                 targets.append(own[place.at : place.at + place.size].view(fact.dtype))
                 sources.append(master)
         with torch.no_grad(), self.device.stream(stream):
-            torch._foreach_copy_(targets, sources)
-        words.post("publish", PUBLISHED, stream)
+            torch_parts.copy_all(targets, sources)
+        self.words(Signal("publish", post=PUBLISHED), stream)
         self.heard = {self.rank}
 
     def gather(self, member: Member, stream: Any) -> None:
         """Pull each parameter to its place, from each owner once it has published."""
-        capturing = self.on_gpu and torch.cuda.is_current_stream_capturing()
-        for r in (*self.ring, self.rank):
+        for r in self.ring:
             if r not in self.heard:
-                self.words.wait("publish", PUBLISHED, [r], stream)
+                self.words(Signal("publish", wait=PUBLISHED, ranks=(r,)), stream)
                 self.heard.add(r)
             if self.on_gpu:
                 if r not in member.pulls:
-                    member.pulls[r] = self._pulls(member, r)
-                driver.copies_async(member.pulls[r], stream.cuda_stream, capturing=capturing)
-                continue
+                    # this rank's own shards are no batch of their own
+                    own = self._pulls(member, self.rank) if r == self.ring[-1] else []
+                    member.pulls[r] = Batch.of([*self._pulls(member, r), *own])
+                member.pulls[r].submit(stream.cuda_stream)
+        if self.on_gpu:
+            return
+        for r in range(self.ranks):
             theirs = self.shadow.peer(r)
             for fact, place, buffer in zip(
                 member.facts, member.places, member.buffers, strict=True
@@ -201,42 +225,61 @@ class Shards:
         turn, words = self.turn, self.words
         self.turn = 1 - turn
         epoch = f"inbox {turn}"
-        words.wait(epoch, f"{SUMMED} {turn}", words.peers, stream)
+        words(Signal(epoch, wait=f"{SUMMED} {turn}"), stream)
         mask = sum(1 << i for i, _ in grads)
-        for r in (*self.ring, self.rank):
-            self._push(member, grads, mask, turn, r, stream)
-        words.advance(epoch, stream)
-        words.post(epoch, f"{PUSHED} {turn}", stream)
-        words.wait(epoch, f"{PUSHED} {turn}", words.peers, stream)
-        total = self._summed(member, divisor, turn)
-        words.post(epoch, f"{SUMMED} {turn}", stream)
+        if self.on_gpu:
+            self._push_by_copies(member, grads, mask, turn, stream)
+        else:
+            for r in range(self.ranks):
+                self._push(member, grads, mask, turn, r)
+        pushed = f"{PUSHED} {turn}"
+        words(Signal(epoch, advance=True, post=pushed, wait=pushed), stream)
+        total = self._summed(member, divisor, turn, stream)
+        words(Signal(epoch, post=f"{SUMMED} {turn}"), stream)
         places, facts = member.places, member.facts
         return [(i, total[places[i].sent : places[i].sent + facts[i].numel]) for i, _ in grads]
 
-    def _push(
-        self, member: Member, grads: Sequence[tuple[int, Tensor]], mask: int, turn: int, r: int,
+    def _push_by_copies(
+        self, member: Member, grads: Sequence[tuple[int, Tensor]], mask: int, turn: int,
         stream: Any,
     ) -> None:  # fmt: skip
+        """To each rank the rows that it owns, and which parameters' they are."""
+        starts = [self._mask(mask).data_ptr(), *(t.data_ptr() for _, t in grads)]
+        for r in self.ring:
+            batch = member.pushes.get((turn, r, mask))
+            if batch is None:
+                ranks = (r, self.rank) if r == self.ring[-1] else (r,)
+                copies = [c for to in ranks for c in self._pushes(member, grads, turn, to)]
+                batch = member.pushes[turn, r, mask] = Pushes(
+                    Batch.of([copy for _, copy in copies]), [i for i, _ in copies]
+                )
+            batch.submit(starts, stream.cuda_stream)
+
+    def _pushes(
+        self, member: Member, grads: Sequence[tuple[int, Tensor]], turn: int, r: int
+    ) -> list[tuple[int, Copy]]:
+        """The copies to one rank, whose sources are offsets in what has that number."""
+        assert self.inbox is not None and self.masks is not None
+        item, mine = member.grad_dtype.itemsize, turn * self.ranks + self.rank
+        row = 4 * self.mask_words
+        found = [(0, Copy(self.masks.buffer_ptrs[r] + mine * row, row, 0, row, row, 1))]
+        base = self.inbox.buffer_ptrs[r] + mine * self.part_bytes
+        for number, (i, _) in enumerate(grads, 1):
+            first, last = _rows(member.facts[i], r)
+            if size := (last - first) * item:
+                to = base + member.places[i].sent * item
+                found.append((number, Copy(to, size, first * item, size, size, 1)))
+        return found
+
+    def _push(
+        self, member: Member, grads: Sequence[tuple[int, Tensor]], mask: int, turn: int, r: int
+    ) -> None:
         """The rows that rank r owns, and which parameters' they are."""
         assert self.inbox is not None and self.masks is not None
-        item = member.grad_dtype.itemsize
-        start = (turn * self.ranks + self.rank) * self.part_bytes
-        row = 4 * self.mask_words
-        at = (turn * self.ranks + self.rank) * row
-        if self.on_gpu:
-            base, source = self.inbox.buffer_ptrs[r] + start, self._mask(mask).data_ptr()
-            copies = [Copy(self.masks.buffer_ptrs[r] + at, row, source, row, row, 1)]
-            for i, grad in grads:
-                first, last = _rows(member.facts[i], r)
-                if size := (last - first) * item:
-                    target = base + member.places[i].sent * item
-                    from_ = grad.data_ptr() + first * item
-                    copies.append(Copy(target, size, from_, size, size, 1))
-            capturing = torch.cuda.is_current_stream_capturing()
-            driver.copies_async(copies, stream.cuda_stream, capturing=capturing)
-            return
-        self.masks.peer(r)[at : at + row] = self._mask(mask).view(torch.uint8)
-        inbox = self.inbox.peer(r)[start : start + self.part_bytes].view(member.grad_dtype)
+        mine, row = turn * self.ranks + self.rank, 4 * self.mask_words
+        self.masks.peer(r)[mine * row : (mine + 1) * row] = self._mask(mask).view(torch.uint8)
+        part = self.inbox.peer(r)[mine * self.part_bytes : (mine + 1) * self.part_bytes]
+        inbox = part.view(member.grad_dtype)
         for i, grad in grads:
             first, last = _rows(member.facts[i], r)
             sent = member.places[i].sent
@@ -252,7 +295,7 @@ class Shards:
             self.brought[mask] = found
         return found
 
-    def _summed(self, member: Member, divisor: float, turn: int) -> Tensor:
+    def _summed(self, member: Member, divisor: float, turn: int, stream: Any) -> Tensor:
         """This rank's part of the sum of all ranks' gradients, in the dtype of its shards."""
         assert self.inbox is not None and self.masks is not None
         ranks, size = self.ranks, self.ranks * self.part_bytes
@@ -262,14 +305,18 @@ class Shards:
         masks = self.masks.local()[turn * ranks * row : (turn + 1) * ranks * row].view(torch.int32)
         dtype = torch_parts.grad_dtype(member.g)
         if self.on_gpu:
-            from counterpoint.fsdp.kernel_sum import sum_kernel
-
             out = torch.empty(member.sent, dtype=dtype, device=self.workspace.device)
-            kernel: Any = sum_kernel
-            kernel[(-(-member.sent // BLOCK),)](
-                parts, out, member.sent, stride, divisor, masks, self.rank, self.fault, member.index,
-                RANKS=ranks, WORDS=self.mask_words, BLOCK=BLOCK, num_warps=8,
-            )  # fmt: skip
+            if turn not in member.sums:
+                kernel: Any = sum_kernel
+                after = (member.sent, stride, divisor, masks, self.rank, self.fault, member.index)
+                member.sums[turn] = parts, after, kernel.warmup(
+                    parts, out, *after, RANKS=ranks, WORDS=self.mask_words, BLOCK=BLOCK,
+                    grid=(1,), num_warps=8,
+                )[(-(-member.sent // BLOCK), 1, 1)]  # fmt: skip
+            parts, after, launch = member.sums[turn]
+            sizes = ranks, self.mask_words, BLOCK
+            after = (*after[:2], divisor, *after[3:])
+            launch(parts, out, *after, *sizes, stream=stream.cuda_stream)
             return out
         words = masks.view(ranks, -1)
         for r in range(ranks):
@@ -305,7 +352,7 @@ class Shards:
 
 
 def _rows(fact: Fact, r: int) -> tuple[int, int]:
-    """[first, last) elements of a gradient that rank r owns: uneven rows leave the last ones less."""
+    """[first, last) elements of a gradient that rank r owns; of uneven rows the last have fewer."""
     return min(r * fact.numel, fact.orig), min((r + 1) * fact.numel, fact.orig)
 
 

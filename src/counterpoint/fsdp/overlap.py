@@ -1,4 +1,4 @@
-"""`cp.overlap(model)`: the gathers and reduce-scatters of an FSDP2 model, hidden behind its step."""
+"""`cp.overlap(model)`: gathers and reduce-scatters of an FSDP2 model, behind its computation."""
 
 from collections import deque
 from collections.abc import Hashable, Sequence
@@ -7,10 +7,10 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
-from counterpoint.errors import CounterpointError, InputError, UnsupportedError
+from counterpoint.errors import InputError, UnsupportedError
 from counterpoint.fsdp import torch_parts
 from counterpoint.fsdp.launch_shards import Member, Shards, Slot
 from counterpoint.fsdp.torch_parts import Fact, Group, Hooks
@@ -391,7 +391,7 @@ def _first_difference(here: Sequence[str], there: Sequence[str]) -> tuple[str, s
 
 def _key_of(args: Any, kwargs: Any) -> Hashable:
     """Shapes of what a forward is given."""
-    leaves = torch.utils._pytree.tree_leaves((args, kwargs))
+    leaves = tree_leaves((args, kwargs))
     return tuple(tuple(t.shape) for t in leaves if isinstance(t, Tensor))
 
 

@@ -1,4 +1,4 @@
-"""All private parts of FSDP2 that `cp.overlap` touches, torch 2.11 to 2.14. No other file names one.
+"""All private parts of FSDP2 that `cp.overlap` touches, as torch 2.11 to 2.14 have them.
 
 A parameter group of FSDP2 gathers in `unshard` and `wait_for_unshard`, frees in `_to_sharded`, and
 reduces gradients in `post_backward`. `Hooks` puts methods of ours in the place of those, on one
@@ -141,6 +141,11 @@ def name_of(g: Group) -> str:
 def masters(g: Group) -> list[Tensor]:
     """This rank's shards, flat and padded, as the optimizer has them now."""
     return [p._sharded_param_data for p in g.fsdp_params]
+
+
+def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copy tensors, each in the dtype of its target, by as few kernels as there can be."""
+    torch._foreach_copy_(targets, sources)  # pyright: ignore
 
 
 def versions(g: Group) -> list[tuple[int, int]]:
@@ -356,7 +361,7 @@ def _nothing() -> None:
 
 
 def watch_roots(states: Sequence[Any], begin: Callable[[Any, Any], None]) -> None:
-    """Call `begin` with its arguments before each forward of a root, whichever module that is, once FSDP2 is set up."""
+    """Call `begin` before each forward of a root, with its arguments, once FSDP2 is set up."""
     for state in states:
 
         def root_pre_forward(module: Any, args: Any, kwargs: Any, state: Any = state) -> Any:

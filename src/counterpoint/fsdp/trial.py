@@ -43,7 +43,7 @@ def verdict_of(pairs: list[tuple[float, float]]) -> Verdict:
     ratios = sorted(a / b for a, b in pairs)
     low, high = interval(len(ratios))
     first, last = (ratios[low], ratios[high]) if pairs and high >= low else (0.0, float("inf"))
-    as_is, ours = (median(times) if pairs else 0.0 for times in zip(*pairs or [(0.0, 0.0)]))
+    as_is, ours = (median(times) for times in zip(*pairs or [(0.0, 0.0)], strict=True))
     return Verdict(as_is, ours, first, last, len(pairs))
 
 

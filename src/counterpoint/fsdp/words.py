@@ -6,13 +6,14 @@ is too long, or whose peer has died, ends as those of all operators do: see kern
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from counterpoint.runtime import driver, lanes_cuda
-from counterpoint.runtime.driver import Copy
+from counterpoint.kernels.signal import signal_kernel
+from counterpoint.runtime import lanes_cuda
+from counterpoint.runtime.launch_cuda import MIN_LANES
 from counterpoint.runtime.notice_board import Awaited, Late
 from counterpoint.runtime.pads_cpu import wrapped
 from counterpoint.runtime.workspace import Workspace
@@ -30,43 +31,58 @@ STEPS = {
 }
 
 
+class Signal(NamedTuple):
+    """What a rank does at one place of a stream, in this order.
+
+    Args:
+        epoch: of EPOCHS.
+        advance: count one on.
+        post: let all peers know that this rank has come to the epoch: of KINDS, or "".
+        wait: until ranks have come to it: of KINDS, or "".
+        ranks: those; empty: all peers.
+    """
+
+    epoch: str
+    advance: bool = False
+    post: str = ""
+    wait: str = ""
+    ranks: tuple[int, ...] = ()
+
+
 class CpuWords:
     """Of CPU ranks, whose host waits."""
 
     def __init__(self, workspace: Workspace) -> None:
         self.workspace, self.rank = workspace, workspace.rank
-        memory = workspace.allocate(4 * len(KINDS) * workspace.board.ranks)
-        self.memory = memory
+        memory = self.memory = workspace.allocate(4 * len(KINDS) * workspace.board.ranks)
         self.pads = [memory.peer(r).view(torch.int32).numpy() for r in range(memory.world_size)]
-        self.peers = [r for r in range(memory.world_size) if r != self.rank]
-        self.epoch = dict.fromkeys(EPOCHS, 0)
+        self.peers = tuple(r for r in range(memory.world_size) if r != self.rank)
+        self.epoch: dict[str, int] = dict.fromkeys(EPOCHS, 0)
 
-    def advance(self, epoch: str, stream: Any) -> None:
-        """Count one on."""
-        self.epoch[epoch] += 1
-
-    def post(self, epoch: str, kind: str, stream: Any) -> None:
-        """Let all peers know that this rank has come to the epoch."""
-        at = KINDS.index(kind) * len(self.pads) + self.rank
-        for r in self.peers:
-            self.pads[r][at] = np.int32(wrapped(self.epoch[epoch]))
-
-    def wait(self, epoch: str, kind: str, ranks: Sequence[int], stream: Any) -> None:
-        """Wait until those ranks have come to the epoch.
+    def __call__(self, signal: Signal, stream: Any) -> None:
+        """Do it.
 
         Raises:
-            PeerTimeoutError: one is dead, or too late.
+            PeerTimeoutError: a rank is dead, or too late.
         """
-        late = Late(self.workspace.board, Awaited(OP, STEPS[kind.partition(" ")[0]], kind))
-        for r in ranks:
-            at = KINDS.index(kind) * len(self.pads) + r
-            while wrapped(int(self.pads[self.rank][at]) - self.epoch[epoch]) < 0:
-                late.wait(r)
-        late.end()
+        self.epoch[signal.epoch] += signal.advance
+        count = self.epoch[signal.epoch]
+        if signal.post:
+            at = KINDS.index(signal.post) * len(self.pads) + self.rank
+            for r in self.peers:
+                self.pads[r][at] = np.int32(wrapped(count))
+        if signal.wait:
+            step = STEPS[signal.wait.partition(" ")[0]]
+            late = Late(self.workspace.board, Awaited(OP, step, signal.wait))
+            for r in signal.ranks or self.peers:
+                at = KINDS.index(signal.wait) * len(self.pads) + r
+                while wrapped(int(self.pads[self.rank][at]) - count) < 0:
+                    late.wait(r)
+            late.end()
 
 
 class CudaWords:
-    """Of GPUs: a warp waits on the stream, a copy behind copies posts."""
+    """Of GPUs: one warp posts and waits on the stream."""
 
     def __init__(self, workspace: Workspace) -> None:
         self.workspace, self.rank = workspace, workspace.rank
@@ -74,59 +90,43 @@ class CudaWords:
         lanes = self.lanes = lanes_cuda.lanes_of(workspace)
         ranks = workspace.board.ranks
         self.memory = workspace.allocate(4 * len(KINDS) * ranks)
-        self.peers = [r for r in range(ranks) if r != self.rank]
+        self.peers = tuple(r for r in range(ranks) if r != self.rank)
         self.epoch = {name: lanes.words_and_stop(2) for name in EPOCHS}
-        self.launches: dict[Any, Callable[[int], None]] = {}
-        self.posts: dict[Any, list[Copy]] = {}
+        self._launches: dict[Signal, Callable[[int], None]] = {}
         torch.cuda.synchronize(workspace.device)
-        for epoch in EPOCHS:  # compiled before a rank waits for another
-            self._launch(epoch, "", (), advance=False)
-            self._launch(epoch, "", (), advance=True)
+        for advance in (False, True):  # compiled before a rank waits for another
+            self._compiled(Signal(EPOCHS[0], advance))
 
-    def advance(self, epoch: str, stream: Any) -> None:
-        """Count one on."""
-        self._launch(epoch, "", (), advance=True)(stream.cuda_stream)
+    def __call__(self, signal: Signal, stream: Any) -> None:
+        """Do it, behind what the stream does before."""
+        launch = self._launches.get(signal)
+        if launch is None:
+            launch = self._launches[signal] = self._compiled(signal)
+        launch(stream.cuda_stream)
 
-    def post(self, epoch: str, kind: str, stream: Any) -> None:
-        """Let all peers know that this rank has come to the epoch, behind what the stream does."""
-        copies = self.posts.get((epoch, kind))
-        if copies is None:
-            at = 4 * (KINDS.index(kind) * len(self.memory.buffers) + self.rank)
-            source = self.epoch[epoch].data_ptr()
-            pads = self.memory.buffer_ptrs
-            copies = [Copy(pads[r] + at, 4, source, 4, 4, 1) for r in self.peers]
-            self.posts[epoch, kind] = copies
-        for copy in copies:
-            driver.copy_async(copy, stream.cuda_stream)
-
-    def wait(self, epoch: str, kind: str, ranks: Sequence[int], stream: Any) -> None:
-        """Let the stream wait until those ranks have come to the epoch."""
-        self._launch(epoch, kind, tuple(ranks), advance=False)(stream.cuda_stream)
-
-    def _launch(
-        self, epoch: str, kind: str, ranks: tuple[int, ...], *, advance: bool
-    ) -> Callable[[int], None]:
-        key = epoch, kind, ranks, advance
-        if key not in self.launches:
-            self.launches[key] = self._compiled(*key)
-        return self.launches[key]
-
-    def _compiled(
-        self, epoch: str, kind: str, ranks: tuple[int, ...], advance: bool
-    ) -> Callable[[int], None]:
-        from counterpoint.kernels.signal import signal_kernel
-        from counterpoint.runtime.launch_cuda import MIN_LANES
-
-        lanes, first = self.lanes, KINDS.index(kind) * len(self.memory.buffers) if kind else 0
-        pad = self.memory.buffer_ptrs[self.rank]
-        awaited = lanes.tables.of([pad + 4 * (first + r) for r in ranks])
-        tag = lanes.register(OP, "in place", ((kind, ranks),))
-        timeout_ns = int(self.workspace.timeout_s * 1e9)
+    def _compiled(self, signal: Signal) -> Callable[[int], None]:
+        lanes, pads = self.lanes, self.memory.buffer_ptrs
+        ranks = (signal.ranks or self.peers) if signal.wait else ()
+        posts = self._words(signal.post, self.peers if signal.post else (), pads, own=True)
+        waits = self._words(signal.wait, ranks, [pads[self.rank]] * len(pads), own=False)
+        tag = lanes.register(OP, "in place", ((signal.wait, ranks),))
         kernel: Any = signal_kernel
-        arguments = (lanes.tables.of([]), 0, awaited, len(ranks), self.epoch[epoch], lanes.fault,
-                     tag, timeout_ns, advance, MIN_LANES)  # fmt: skip
+        arguments = (
+            lanes.tables.of(posts), len(posts), lanes.tables.of(waits), len(waits),
+            self.epoch[signal.epoch], lanes.fault, tag, int(self.workspace.timeout_s * 1e9),
+            signal.advance, MIN_LANES,
+        )  # fmt: skip
         launch = kernel.warmup(*arguments, grid=(1,), num_warps=1)[(1, 1, 1)]
         return lambda stream: launch(*arguments, stream=stream)
+
+    def _words(
+        self, kind: str, ranks: Sequence[int], pads: Sequence[int], *, own: bool
+    ) -> list[int]:
+        """Addresses on the pads of ranks: each that rank's own word, or this rank's."""
+        if not kind:
+            return []
+        first = KINDS.index(kind) * len(pads)
+        return [pads[r] + 4 * (first + (self.rank if own else r)) for r in ranks]
 
 
 def words_of(workspace: Workspace) -> CpuWords | CudaWords:

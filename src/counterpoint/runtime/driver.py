@@ -108,16 +108,56 @@ def copy_batch_async(copies: Sequence[Copy], stream: int) -> None:
         raise InputError(op, "stream", want="one that is not captured", got="a capture", fix=fix)
     if not copies:
         return
+    Batch.of(copies).submit(stream)
+
+
+class Batch(NamedTuple):
+    """Plain copies in no order among themselves, ready to be submitted again and again."""
+
+    targets: list[int]
+    sources: list[int]
+    sizes: list[int]
+
+    @classmethod
+    def of(cls, copies: Sequence[Copy]) -> "Batch":
+        """Of copies of one row each."""
+        assert all(copy.height == 1 for copy in copies)
+        return cls(
+            [c.target for c in copies], [c.source for c in copies], [c.width for c in copies]
+        )
+
+    def submit(self, stream: int) -> None:
+        """Enqueue them, in one call unless the stream is being captured.
+
+        Args:
+            stream: a cudaStream_t.
+
+        Raises:
+            CounterpointError: CUDA refused it.
+        """
+        rt = bindings()
+        status, capture = rt.cudaStreamIsCapturing(stream)
+        _check(status, "cudaStreamIsCapturing")
+        if not self.sizes:
+            return
+        if not batches(stream, capturing=int(capture) != 0):
+            for target, source, size in zip(*self, strict=True):
+                copy_async(Copy(target, size, source, size, size, 1), stream)
+            return
+        # the binding of CUDA 12 also returns the index of a copy that failed
+        (status, *_) = rt.cudaMemcpyBatchAsync(
+            *self, len(self.sizes), _in_stream_order(), [0], 1, stream
+        )
+        _check(status, "cudaMemcpyBatchAsync")
+
+
+@cache
+def _in_stream_order() -> list[Any]:
+    """The attributes of copies that read their sources in stream order."""
+    rt = bindings()
     attributes = rt.cudaMemcpyAttributes()
     attributes.srcAccessOrder = rt.cudaMemcpySrcAccessOrder.cudaMemcpySrcAccessOrderStream
-    targets = [c.target for c in copies]
-    sources = [c.source for c in copies]
-    sizes = [c.width for c in copies]
-    # the binding of CUDA 12 also returns the index of a copy that failed
-    (status, *_) = rt.cudaMemcpyBatchAsync(
-        targets, sources, sizes, len(copies), [attributes], [0], 1, stream
-    )
-    _check(status, "cudaMemcpyBatchAsync")
+    return [attributes]
 
 
 @cache
