@@ -86,7 +86,7 @@ def made(step: Step, mesh: DeviceMesh) -> nn.Sequential:
         blocks[i].requires_grad_(False)
     if step.checkpoint:
         blocks = [checkpoint_wrapper(block) for block in blocks]
-    model = nn.Sequential(*blocks, nn.Linear(DIM, DIM))
+    model = nn.Sequential(*blocks, nn.Linear(DIM, DIM), nn.Tanh())  # FSDP2 warns of views
     sharded(model, blocks, step, mesh)
     if step.prefetch:
         for i, block in enumerate(blocks):

@@ -60,7 +60,7 @@ class Member:
         self.pushes: dict[tuple[int, int, int], Pushes] = {}  # by inbox, rank, and gradients
         self.sums: dict[int, Any] = {}  # launches, by inbox
         self.hooks: Any = None
-        self.published: list[tuple[int, int]] = []  # versions of its shards then
+        self.published: list[tuple[int, int, int]] = []  # versions of its shards then
 
     @property
     def gathered_bytes(self) -> int:

@@ -148,9 +148,10 @@ def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
     torch._foreach_copy_(targets, sources)  # pyright: ignore
 
 
-def versions(g: Group) -> list[tuple[int, int]]:
-    """What changes where a shard is written in place or replaced."""
-    return [(p._sharded_param_data.data_ptr(), p.sharded_param._version) for p in g.fsdp_params]
+def versions(g: Group) -> list[tuple[int, int, int]]:
+    """What changes where a shard is written in place, as a DTensor or as its part, or replaced."""
+    shards = (p.sharded_param for p in g.fsdp_params)
+    return [(s._local_tensor.data_ptr(), s._local_tensor._version, s._version) for s in shards]
 
 
 def is_sharded(g: Group) -> bool:
