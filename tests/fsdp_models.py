@@ -60,8 +60,8 @@ class Step(NamedTuple):
     steps: int = 4
 
 
-def mesh_of(ranks: int) -> DeviceMesh:
-    return init_device_mesh("cpu", (ranks,))
+def mesh_of(ranks: int, device: str = "cpu") -> DeviceMesh:
+    return init_device_mesh(device, (ranks,))
 
 
 def sharded(model: nn.Module, blocks: list[nn.Module], step: Step, mesh: DeviceMesh) -> nn.Module:
@@ -81,12 +81,14 @@ def sharded(model: nn.Module, blocks: list[nn.Module], step: Step, mesh: DeviceM
 def made(step: Step, mesh: DeviceMesh) -> nn.Sequential:
     """A model of blocks, with equal weights on all ranks."""
     torch.manual_seed(0)
-    blocks: list[nn.Module] = [Block(hidden) for hidden in step.hidden]
+    with torch.device(mesh.device_type):
+        blocks: list[nn.Module] = [Block(hidden) for hidden in step.hidden]
+        head = nn.Linear(DIM, DIM)
     for i in step.frozen:
         blocks[i].requires_grad_(False)
     if step.checkpoint:
         blocks = [checkpoint_wrapper(block) for block in blocks]
-    model = nn.Sequential(*blocks, nn.Linear(DIM, DIM), nn.Tanh())  # FSDP2 warns of views
+    model = nn.Sequential(*blocks, head, nn.Tanh())  # FSDP2 warns of views
     sharded(model, blocks, step, mesh)
     if step.prefetch:
         for i, block in enumerate(blocks):
@@ -95,22 +97,23 @@ def made(step: Step, mesh: DeviceMesh) -> nn.Sequential:
     return model
 
 
-def batch(rank: int, index: int) -> Tensor:
+def batch(rank: int, index: int, device: torch.device | str = "cpu") -> Tensor:
     """Random input, another one on each rank and in each step."""
     generator = torch.Generator().manual_seed(100 * index + rank)
-    return torch.randn(2, 8, DIM, generator=generator).requires_grad_()
+    return torch.randn(2, 8, DIM, generator=generator).to(device).requires_grad_()
 
 
 def trained(model: nn.Module, step: Step, rank: int) -> list[Any]:
     """Losses, norms, gradients and weights of some steps."""
     weights = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(weights, lr=1e-2)
+    optimizer, device = torch.optim.AdamW(weights, lr=1e-2), weights[0].device
     out: list[Any] = []
     for i in range(step.steps):
         for j in range(step.micro):
             if step.micro > 1 and not step.sync_all:
                 model.set_requires_gradient_sync(j == step.micro - 1)  # type: ignore[operator]
-            loss = model(batch(rank, i * step.micro + j)).float().square().mean()
+            x = batch(rank, i * step.micro + j, device)
+            loss = model(x).float().square().mean()
             loss.backward()
             out.append(loss.detach())
         if step.clip:
@@ -119,7 +122,7 @@ def trained(model: nn.Module, step: Step, rank: int) -> list[Any]:
         optimizer.step()
         optimizer.zero_grad()
         with torch.no_grad():
-            out.append(model(batch(rank, 1000 + i)).float().sum())
+            out.append(model(batch(rank, 1000 + i, device)).float().sum())
     out += [w.to_local().clone() for w in model.state_dict().values()]
     return out
 
