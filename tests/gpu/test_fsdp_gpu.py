@@ -14,7 +14,8 @@ STEPS = {
     "mixed": Step(), "fp32": Step(policy=None), "clipped": Step(clip=True),
     "uneven rows": Step(hidden=(96, 97, 95, 96)), "accumulated": Step(micro=3),
     "a frozen block": Step(frozen=(1,)), "checkpointed": Step(checkpoint=True),
-    "never resharded": Step(keep=True), "divided by 3": Step(factor=3.0), "3 ahead": Step(prefetch=3),
+    "never resharded": Step(keep=True), "divided by 3": Step(factor=3.0),
+    "3 ahead": Step(prefetch=3),
 }  # fmt: skip
 
 
