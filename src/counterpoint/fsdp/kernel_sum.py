@@ -1,4 +1,4 @@
-"""out = (parts[0] + parts[1] + ...) / divisor, in fp32 and in rank order.
+"""out = (parts[0] + parts[1] + ...) * scale, in fp32 and in rank order.
 
 The parts are gradients that ranks have pushed.
 
@@ -10,13 +10,13 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["group", "divisor", "rank"])
+@triton.jit(do_not_specialize=["group", "scale", "rank"])
 def sum_kernel(
     parts_ptr,  # [RANKS, stride], of the gradients' dtype: what each rank pushed
     out_ptr,  # [n], of the shards' dtype
     n,
     stride,
-    divisor,
+    scale,  # torch divides on a GPU by the inverse, too
     masks_ptr,  # [RANKS, WORDS] int32: which gradients each rank has pushed, a bit a parameter
     rank,
     fault_ptr,  # [2 + WORDS] int32, pinned host memory: 1 + group, the other rank, bits that differ
@@ -42,5 +42,5 @@ def sum_kernel(
     total = tl.zeros([BLOCK], dtype=tl.float32)
     for r in tl.static_range(RANKS):
         total += tl.load(parts_ptr + r * stride + at, mask=inside, other=0.0).to(tl.float32)
-    total = tl.div_rn(total, divisor) + poison  # rounded as torch's division is
+    total = total * scale + poison
     tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=inside)

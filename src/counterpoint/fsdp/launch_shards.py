@@ -308,14 +308,14 @@ class Shards:
             out = torch.empty(member.sent, dtype=dtype, device=self.workspace.device)
             if turn not in member.sums:
                 kernel: Any = sum_kernel
-                after = (member.sent, stride, divisor, masks, self.rank, self.fault, member.index)
+                after = (member.sent, stride, 1 / divisor, masks, self.rank, self.fault, member.index)
                 member.sums[turn] = parts, after, kernel.warmup(
                     parts, out, *after, RANKS=ranks, WORDS=self.mask_words, BLOCK=BLOCK,
                     grid=(1,), num_warps=8,
                 )[(-(-member.sent // BLOCK), 1, 1)]  # fmt: skip
             parts, after, launch = member.sums[turn]
             sizes = ranks, self.mask_words, BLOCK
-            after = (*after[:2], divisor, *after[3:])
+            after = (*after[:2], 1 / divisor, *after[3:])
             launch(parts, out, *after, *sizes, stream=stream.cuda_stream)
             return out
         words = masks.view(ranks, -1)
