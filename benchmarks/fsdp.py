@@ -311,15 +311,22 @@ def _best(case: Timed) -> str:
 
 
 def _recovered(case: Timed) -> str:
+    if case.head["adamw"]:
+        return "-"  # without FSDP2 each rank updates all weights: no bound
     exposed = case.s(AS_IS) - case.s(COMPUTE)
     return f"{(case.s(AS_IS) - case.s(OURS)) / exposed:.0%}"
+
+
+def _peak(case: Timed) -> str:
+    peaks = (case.main[name]["peak_bytes"] / 2**30 for name in (AS_IS, OURS))
+    return ", ".join(f"{peak:.1f}" if peak else "-" for peak in peaks)
 
 
 COLUMNS = (
     Column("step, tokens a rank", lambda c: str(c.head["case"])),
     arm(AS_IS, ms), arm(COMPUTE, ms), arm(OURS, ms),
     Column("speedup", _speedup), Column("over torch's best setting", _best),
-    Column("exposed time recovered", _recovered),
+    Column("exposed time recovered", _recovered), Column("peak GiB as is, ours", _peak),
 )  # fmt: skip
 
 

@@ -308,7 +308,15 @@ class Shards:
             out = torch.empty(member.sent, dtype=dtype, device=self.workspace.device)
             if turn not in member.sums:
                 kernel: Any = sum_kernel
-                after = (member.sent, stride, 1 / divisor, masks, self.rank, self.fault, member.index)
+                after = (
+                    member.sent,
+                    stride,
+                    1 / divisor,
+                    masks,
+                    self.rank,
+                    self.fault,
+                    member.index,
+                )
                 member.sums[turn] = parts, after, kernel.warmup(
                     parts, out, *after, RANKS=ranks, WORDS=self.mask_words, BLOCK=BLOCK,
                     grid=(1,), num_warps=8,
