@@ -7,6 +7,8 @@
 
 Cases are drawn by a seed, which pytest prints. Each value of each parameter is among them where
 their number allows it, then as many pairs of values of two parameters as it allows.
+
+    @pytest.mark.apart("make islands")  # of a command of its own: `make test` leaves it out
 """
 
 import random
@@ -27,6 +29,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "drawn(count): `make test` runs so many cases of this grid")
+    config.addinivalue_line("markers", "apart(command): what has a command of its own runs there")
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -38,14 +41,14 @@ def pytest_report_header(config: pytest.Config) -> str:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what is not drawn. A case that is named on the command line is run."""
-    named = any("[" in argument for argument in config.args)
+    named = any("[" in argument or "::" in argument for argument in config.args)
     if config.getoption("--all-cases") or named:
         return
     grids: defaultdict[str, list[Any]] = defaultdict(list)
     for item in items:
         if item.get_closest_marker("drawn"):
             grids[item.nodeid.partition("[")[0]].append(item)
-    left_out = set[pytest.Item]()
+    left_out = {item for item in items if item.get_closest_marker("apart")}
     for name, cases in grids.items():
         (count,) = cases[0].get_closest_marker("drawn").args
         given = [getattr(case, "callspec").params for case in cases]  # noqa: B009 (pytest's own)

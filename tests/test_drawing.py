@@ -54,3 +54,22 @@ def test_every_grid_has_a_case_in_make_test():
     recipes = dict(re.findall(r"^(test|test-all):.*\n((?:\t.*\n)+)", MAKEFILE.read_text(), re.M))
     assert "--all-cases" in recipes["test-all"]
     assert not re.search(r"pytest.* (-m|-k|--deselect|--ignore) ?", recipes["test"])
+
+
+APART = {"make islands", "make models", "make faults", "make interrupts"}
+
+
+@pytest.mark.apart("make faults")
+def test_what_is_apart_is_left_to_its_command(request: pytest.FixtureRequest):
+    """This one, where not all cases are run: it then shows that it is named or that all are."""
+    args = request.config.args
+    assert request.config.getoption("--all-cases") or any("::" in each for each in args)
+
+
+def test_each_that_is_apart_has_such_a_command():
+    root = Path(__file__).parent
+    made = (root.parent / "Makefile").read_text()
+    found = {name for path in root.rglob("test_*.py")
+             for name in re.findall(r"^@pytest\.mark\.apart\(\"(.*?)\"\)", path.read_text(), re.M)}  # fmt: skip
+    assert found and found <= APART
+    assert all(f"\n{name.removeprefix('make ')}:" in made for name in found)

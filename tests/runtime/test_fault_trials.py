@@ -26,6 +26,7 @@ def test_trials_at_a_time_whose_ranks_all_end():
     assert [[told and told["rank"] for told in row["told"]] for row in rows] == [[None, 0], [0, 0]]
 
 
+@pytest.mark.apart("make faults")
 def test_a_group_is_rebuilt_after_each_fault(capsys: pytest.CaptureFixture[str]):
     """One of each kind; results keep their bits, and nothing of a dead group stays."""
     summary = soak(4, 0.2)

@@ -37,7 +37,7 @@ def test_pooled_rows_go_to_another_island_once():
         assert rows < found["chunks=2"]["sent"] < HEADERS * rows
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.apart("make islands")
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_token_goes_to_another_island_once(size: int):
     """With the list of its experts, and its sum comes back; flat, once to each rank."""
@@ -48,7 +48,7 @@ def test_a_token_goes_to_another_island_once(size: int):
             assert found["rule"] < found["sent"] < HEADERS * found["rule"]
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.apart("make islands")
 @pytest.mark.parametrize(("way", "times"), [("ours", 1), ("flat", 2)])
 def test_every_token_goes_to_another_island_once_where_no_host_knows_its_experts(
     way: str, times: int
@@ -63,7 +63,7 @@ def test_every_token_goes_to_another_island_once_where_no_host_knows_its_experts
         assert found["rule"] == rule < found["sent"] < HEADERS * rule
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("fault", ["kill", "stop", "cut"])
 @pytest.mark.parametrize("op", ["matmul_all_reduce", "experts"])
 def test_who_is_left_ends_in_time_and_names_a_rank_and_its_island(op: str, fault: str):
