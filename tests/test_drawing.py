@@ -69,7 +69,7 @@ def test_what_is_apart_is_left_to_its_command(request: pytest.FixtureRequest):
 def test_each_that_is_apart_has_such_a_command():
     root = Path(__file__).parent
     made = (root.parent / "Makefile").read_text()
-    found = {name for path in root.rglob("test_*.py")
-             for name in re.findall(r"^@pytest\.mark\.apart\(\"(.*?)\"\)", path.read_text(), re.M)}  # fmt: skip
+    marked = re.compile(r"^@pytest\.mark\.apart\(\"(.*?)\"\)", re.M)
+    found = {name for path in root.rglob("test_*.py") for name in marked.findall(path.read_text())}
     assert found and found <= APART
     assert all(f"\n{name.removeprefix('make ')}:" in made for name in found)
