@@ -4,6 +4,7 @@ import os
 import random
 import tempfile
 import time
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -27,6 +28,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 import counterpoint as cp
+from counterpoint.presets import preset
 from counterpoint.runtime.workspace import workspace_of
 
 STEPS = {
@@ -309,6 +311,26 @@ def test_beside_tensor_parallelism(rank: int, world_size: int):
 
 
 @on_ranks(4)
+def test_groups_of_other_ranks_beside_each_other(rank: int, world_size: int):
+    """As experts are sharded over fewer ranks than the rest of a model, and over other ones."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("experts", "rest"))
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Block() for _ in range(4)))
+        for i, block in enumerate(model):
+            fully_shard(block, mesh=mesh_of(4) if i % 2 else mesh["experts"], mp_policy=MIXED)
+            block.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
+        fully_shard(model, mesh=mesh["rest"], mp_policy=MIXED)
+        return model
+
+    want, got, overlapped = twice(make, lambda m: trained(m, Step(), rank))
+    for a, b in zip(want, got, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+    assert overlapped.explain().count("pushed in place") == 4
+
+
+@on_ranks(4)
 def test_replicas_of_shards_are_gathered_in_place(rank: int, world_size: int):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     want, got, overlapped = twice(lambda: made(Step(), mesh), lambda m: trained(m, Step(), rank))
@@ -508,6 +530,23 @@ def test_models_that_differ_by_rank_are_an_error_on_all(rank: int, world_size: i
     cp.overlap(model, trial_steps=0)
     with pytest.raises(cp.InputError, match=r"1\.norm\.weight 32 torch\.bfloat16 trained"):
         model(batch(rank, 0))
+
+
+@on_ranks(2)
+def test_a_group_that_torch_would_gather_sooner_is_left(rank: int, world_size: int):
+    """By what is predicted: here of constants by which copies take very long."""
+    mesh = mesh_of(world_size)
+    h100 = preset("h100-2")
+    slow = replace(h100, measured=replace(h100.costs, copy_overhead_s=0.1))
+    for machine, left in ((slow, 5), (h100, 0)):
+        model = made(Step(), mesh)
+        overlapped = cp.overlap(model, trial_steps=0)
+        known = mock.Mock(machine=machine)
+        with mock.patch("counterpoint.fsdp.overlap.knowledge_of", return_value=known):
+            got = trained(model, Step(), rank)
+        assert same(trained(made(Step(), mesh), Step(), rank), got)
+        assert overlapped.explain().count("left to torch, predicted to be slower") == left
+        assert overlapped.explain().count("predicted alone: gather") == 5 - left
 
 
 @on_ranks(2)

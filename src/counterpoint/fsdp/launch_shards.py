@@ -16,6 +16,7 @@ from torch import Tensor
 from counterpoint.errors import InputError
 from counterpoint.fsdp import torch_parts
 from counterpoint.fsdp.kernel_sum import sum_kernel
+from counterpoint.fsdp.plan_shards import gather_plan, peers_in_order, scatter_plan
 from counterpoint.fsdp.torch_parts import Fact, Group
 from counterpoint.fsdp.words import ENTERED, PUBLISHED, PUSHED, SUMMED, Signal, words_of
 from counterpoint.runtime.driver import Batch, Copy
@@ -61,6 +62,11 @@ class Member:
         self.sums: dict[int, Any] = {}  # launches, by inbox
         self.hooks: Any = None
         self.published: list[tuple[int, int, int]] = []  # versions of its shards then
+
+    def sizes(self) -> tuple[int, int, int]:
+        """Elements of this rank's shard, those with gradients of ours, and parameters."""
+        trained = sum(f.numel for f in self.facts if f.trains and self.scatters)
+        return sum(f.numel for f in self.facts), trained, len(self.facts)
 
     @property
     def gathered_bytes(self) -> int:
@@ -127,7 +133,8 @@ class Shards:
     def __init__(self, workspace: Workspace, members: Sequence[Member], device: Any) -> None:
         self.workspace, self.members, self.device = workspace, members, device
         self.rank, self.ranks = workspace.rank, workspace.board.ranks
-        self.ring = [(self.rank + d) % self.ranks for d in range(1, self.ranks)]
+        self.owners = peers_in_order(gather_plan(self.ranks), self.rank)
+        self.receivers = peers_in_order(scatter_plan(self.ranks), self.rank)
         at = 0
         for i, member in enumerate(members):
             member.index = i
@@ -180,14 +187,14 @@ class Shards:
 
     def gather(self, member: Member, stream: Any) -> None:
         """Pull each parameter to its place, from each owner once it has published."""
-        for r in self.ring:
+        for r in self.owners:
             if r not in self.heard:
                 self.words(Signal("publish", wait=PUBLISHED, ranks=(r,)), stream)
                 self.heard.add(r)
             if self.on_gpu:
                 if r not in member.pulls:
                     # this rank's own shards are no batch of their own
-                    own = self._pulls(member, self.rank) if r == self.ring[-1] else []
+                    own = self._pulls(member, self.rank) if r == self.owners[-1] else []
                     member.pulls[r] = Batch.of([*self._pulls(member, r), *own])
                 member.pulls[r].submit(stream.cuda_stream)
         if self.on_gpu:
@@ -245,10 +252,10 @@ class Shards:
     ) -> None:  # fmt: skip
         """To each rank the rows that it owns, and which parameters' they are."""
         starts = [self._mask(mask).data_ptr(), *(t.data_ptr() for _, t in grads)]
-        for r in self.ring:
+        for r in self.receivers:
             batch = member.pushes.get((turn, r, mask))
             if batch is None:
-                ranks = (r, self.rank) if r == self.ring[-1] else (r,)
+                ranks = (r, self.rank) if r == self.receivers[-1] else (r,)
                 copies = [c for to in ranks for c in self._pushes(member, grads, turn, to)]
                 batch = member.pushes[turn, r, mask] = Pushes(
                     Batch.of([copy for _, copy in copies]), [i for i, _ in copies]

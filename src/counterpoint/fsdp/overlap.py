@@ -13,8 +13,10 @@ from torch.utils._pytree import tree_leaves
 from counterpoint.errors import InputError, UnsupportedError
 from counterpoint.fsdp import torch_parts
 from counterpoint.fsdp.launch_shards import Member, Shards, Slot
+from counterpoint.fsdp.plan_shards import Predicted, predicted
 from counterpoint.fsdp.torch_parts import Fact, Group, Hooks
 from counterpoint.fsdp.trial import Trial, Verdict
+from counterpoint.ops.auto import knowledge_of
 from counterpoint.runtime.workspace import Workspace, workspace_of
 
 OP = "overlap"
@@ -31,6 +33,8 @@ class FoundGroup:
         why: why FSDP2 gathers it itself, or "".
         why_scatter: why FSDP2 reduces its gradients itself, or "".
         kept: whether its parameters have memory of their own, rather than a slot.
+        predicted: seconds in place and by torch; None: nothing is known of the machine.
+        notes: what else is to be said.
     """
 
     name: str
@@ -39,6 +43,7 @@ class FoundGroup:
     why: str = ""
     why_scatter: str = ""
     kept: bool = False
+    predicted: Predicted | None = None
     notes: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
@@ -52,7 +57,8 @@ class FoundGroup:
             scattered = "frozen: no gradients"
         else:
             scattered = f"gradients left to torch, {self.why_scatter}"
-        return "; ".join([f"{what}: {where}", scattered, *self.notes])
+        predicted = [f"predicted alone: {self.predicted}"] if self.predicted else []
+        return "; ".join([f"{what}: {where}", scattered, *predicted, *self.notes])
 
 
 class Overlapped:
@@ -73,6 +79,7 @@ class Overlapped:
         self._states = torch_parts.states_of(model)
         self._hooks: list[Hooks] = []
         self._members: list[Member] = []
+        self._found: dict[int, FoundGroup] = {}  # by id of a member's group
         self._shards: dict[int, Shards] = {}  # by id of a member's group
         self._all: list[Shards] = []
         self._held: deque[tuple[Any, object]] = deque()
@@ -136,12 +143,10 @@ class Overlapped:
         for g in groups:
             self._find(g)
         sets: dict[Workspace, list[Member]] = {}
-        for member, found in zip(self._members, self._in_place(), strict=True):
+        for member in self._members:
             g = member.g
             workspace = workspace_of(torch_parts.shard_group(g), torch.device(g.device))
             sets.setdefault(workspace, []).append(member)
-            if workspace.islands.number > 1:
-                found.why = "its ranks are on several hosts"
         for workspace, members in sets.items():
             self._share(workspace, members)
         shared = [m for m in self._members if id(m.g) in self._shards]
@@ -157,9 +162,6 @@ class Overlapped:
             on_gpu = first.device.type == "cuda"
             self._trial = Trial(self._trial_steps, first.gather, on_gpu=on_gpu)
 
-    def _in_place(self) -> list[FoundGroup]:
-        return [found for found in self.found if not found.why]
-
     def _find(self, g: Group) -> None:
         facts = [torch_parts.fact_of(p) for p in g.fsdp_params]
         found = FoundGroup(torch_parts.name_of(g), len(facts), sum(f.orig for f in facts))
@@ -170,7 +172,9 @@ class Overlapped:
             found.notes.append("torch would sum them in their own dtype, so bits differ")
         self.found.append(found)
         if not found.why:
-            self._members.append(Member(g, facts, scatters=not found.why_scatter))
+            member = Member(g, facts, scatters=not found.why_scatter)
+            self._members.append(member)
+            self._found[id(g)] = found
 
     def _share(self, workspace: Workspace, members: Sequence[Member]) -> None:
         """Have the memory of one shard group; where a rank cannot, torch's way on all."""
@@ -181,8 +185,18 @@ class Overlapped:
                 here, there = _first_difference(everyone[0], theirs)
                 want = f"equal on all ranks, {here} as on rank 0"
                 raise InputError(OP, "model", want=want, got=f"{there} on rank {r}")
-        of = {id(m.g): f for m, f in zip(self._members, self._in_place(), strict=True)}
+        of = self._found
         why = "its ranks are on several hosts" if workspace.islands.number > 1 else ""
+        machine = None if why else knowledge_of(workspace).machine
+        for member in members if machine else ():
+            assert machine is not None
+            found = of[id(member.g)]
+            found.predicted = predicted(workspace.board.ranks, *member.sizes(), machine)
+            if found.predicted.slower:
+                found.why = f"predicted to be slower: {found.predicted}"
+        members = [m for m in members if not of[id(m.g)].why]
+        if not members:
+            return
         try:
             if not why:
                 shards = Shards(workspace, members, torch_parts.device_module(workspace.device))
@@ -196,7 +210,7 @@ class Overlapped:
 
     def _take_slots(self, members: Sequence[Member]) -> None:
         """Memory for gathered parameters: in turn where they are resharded, else their own."""
-        of = {id(m.g): f for m, f in zip(members, self._in_place(), strict=True)}
+        of = self._found
         turns = [m for m in members if not torch_parts.keeps_gathered(m.g)]
         most = max((m.gathered_bytes for m in turns), default=0)
         problem, slots = "", list[Slot]()
@@ -326,7 +340,7 @@ class Overlapped:
             member.buffers = Slot(member.gathered_bytes, slot.memory.device).buffers(member)
             member.pulls.clear()
             member.hooks.move(member.buffers)
-            found = next(f for f in self.found if f.name == torch_parts.name_of(member.g))
+            found = self._found[id(member.g)]
             found.kept = True
             found.notes.append("more groups are gathered at a time than there are slots")
             return
