@@ -27,7 +27,7 @@ from typing import IO, NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 TESTS, CHARACTERIZE, SANITIZE = "tests", "characterize", "sanitize"
 # of the tests, LANES files at a time where they may share the GPUs; of one file; of what is in full
-TESTS_S, TEST_S, CHARACTERIZE_S, LONG_S = 310, 300, 40, 560
+TESTS_S, TEST_S, CHARACTERIZE_S, LONG_S = 285, 280, 40, 560
 SANITIZE_S = 480
 START_S = 15  # of the processes of all tables
 END_S = 10  # to end by itself

@@ -516,11 +516,18 @@ def test_ddp_is_refused_and_told_of_fsdp2(rank: int, world_size: int):
         cp.overlap(DistributedDataParallel(nn.Linear(2, 2)))
 
 
+OTHERS = {"slots": (1, 2), "gather": (True, False), "scatter": (False, True), "trial_steps": (0, 8)}
+
+
+@pytest.mark.parametrize(("name", "values"), OTHERS.items())
 @on_ranks(2)
-def test_settings_that_differ_by_rank_are_an_error_on_all(rank: int, world_size: int):
+def test_settings_that_differ_by_rank_are_an_error_on_all(
+    rank: int, world_size: int, name: str, values: tuple[Any, Any]
+):
     model = made(Step(), mesh_of(world_size))
-    cp.overlap(model, trial_steps=0, slots=1 + rank)
-    with pytest.raises(cp.InputError, match="equal on all ranks, 1 as on rank 0, got 2 on rank 1"):
+    cp.overlap(model, **{"trial_steps": 0} | {name: values[rank]})
+    want = f"{name} must be equal on all ranks, {values[0]} as on rank 0, got {values[1]} on rank 1"
+    with pytest.raises(cp.InputError, match=want):
         model(batch(rank, 0))
 
 
@@ -538,7 +545,8 @@ def test_a_group_that_torch_would_gather_sooner_is_left(rank: int, world_size: i
     mesh = mesh_of(world_size)
     h100 = preset("h100-2")
     slow = replace(h100, measured=replace(h100.costs, copy_overhead_s=0.1))
-    for machine, left in ((slow, 5), (h100, 0)):
+    fast = replace(h100, measured=replace(h100.costs, copy_overhead_s=1e-7, barrier_s=1e-7))
+    for machine, left in ((slow, 5), (fast, 0)):
         model = made(Step(), mesh)
         overlapped = cp.overlap(model, trial_steps=0)
         known = mock.Mock(machine=machine)

@@ -337,7 +337,7 @@ class Shards:
         for r in range(ranks):
             differs = words[r] ^ words[self.rank]
             if differs.any():
-                self.fault[:2] = torch.tensor([member.index + 1, r])
+                self.fault[0], self.fault[1] = member.index + 1, r
                 self.fault[2:] = differs
                 self.check()
         total = torch.zeros(member.sent, dtype=torch.float32)

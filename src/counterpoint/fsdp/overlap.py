@@ -14,7 +14,7 @@ from counterpoint.errors import InputError, UnsupportedError
 from counterpoint.fsdp import torch_parts
 from counterpoint.fsdp.launch_shards import Member, Shards, Slot
 from counterpoint.fsdp.plan_shards import Predicted, predicted
-from counterpoint.fsdp.torch_parts import Fact, Group, Hooks
+from counterpoint.fsdp.torch_parts import Group, Hooks
 from counterpoint.fsdp.trial import Trial, Verdict
 from counterpoint.ops.auto import knowledge_of
 from counterpoint.runtime.workspace import Workspace, workspace_of
@@ -142,6 +142,7 @@ class Overlapped:
             groups += [g for g in torch_parts.groups_of(state) if not any(g is h for h in groups)]
         for g in groups:
             self._find(g)
+        self._compare(groups)
         sets: dict[Workspace, list[Member]] = {}
         for member in self._members:
             g = member.g
@@ -162,6 +163,33 @@ class Overlapped:
             on_gpu = first.device.type == "cuda"
             self._trial = Trial(self._trial_steps, first.gather, on_gpu=on_gpu)
 
+    def _compare(self, groups: Sequence[Group]) -> None:
+        """Refuse models and settings that differ by rank.
+
+        Raises:
+            InputError: they do; on all ranks that share a group.
+        """
+        gather, scatter = self._wants
+        settings = {"slots": self._slots, "gather": gather, "scatter": scatter,
+                    "trial_steps": self._trial_steps}  # fmt: skip
+        told: dict[Workspace, list[tuple[str, str]]] = {}
+        for g, found in zip(groups, self.found, strict=True):
+            group = torch_parts.shard_group(g)
+            if group is not None and group.size() > 1:
+                workspace = workspace_of(group, torch.device(g.device))
+                facts = told.setdefault(workspace, [(k, str(v)) for k, v in settings.items()])
+                facts.append(("model", _told(g, found)))
+        for workspace, facts in told.items():
+            everyone = [[*map(tuple, theirs)] for theirs in workspace.gather(facts)]
+            for r, theirs in enumerate(everyone):
+                for (name, here), (_, there) in zip(everyone[0], theirs, strict=False):
+                    if here != there:
+                        want = f"equal on all ranks, {here} as on rank 0"
+                        raise InputError(OP, name, want=want, got=f"{there} on rank {r}")
+                if len(theirs) != len(everyone[0]):
+                    want = f"equal on all ranks, {len(everyone[0])} facts as on rank 0"
+                    raise InputError(OP, "model", want=want, got=f"{len(theirs)} on rank {r}")
+
     def _find(self, g: Group) -> None:
         facts = [torch_parts.fact_of(p) for p in g.fsdp_params]
         found = FoundGroup(torch_parts.name_of(g), len(facts), sum(f.orig for f in facts))
@@ -178,13 +206,6 @@ class Overlapped:
 
     def _share(self, workspace: Workspace, members: Sequence[Member]) -> None:
         """Have the memory of one shard group; where a rank cannot, torch's way on all."""
-        told = [_told(m) for m in members]
-        everyone = workspace.gather([*map(str, (self._slots, self._trial_steps)), *told])
-        for r, theirs in enumerate(everyone):
-            if theirs != everyone[0]:
-                here, there = _first_difference(everyone[0], theirs)
-                want = f"equal on all ranks, {here} as on rank 0"
-                raise InputError(OP, "model", want=want, got=f"{there} on rank {r}")
         of = self._found
         why = "its ranks are on several hosts" if workspace.islands.number > 1 else ""
         machine = None if why else knowledge_of(workspace).machine
@@ -390,17 +411,11 @@ class Overlapped:
         self._held.append((ended, grads))
 
 
-def _told(member: Member) -> str:
-    facts: list[Fact] = list(member.facts)
+def _told(g: Group, found: FoundGroup) -> str:
+    """What ranks compare of a group."""
+    facts = (torch_parts.fact_of(p) for p in g.fsdp_params)
     each = ", ".join(f"{f.name} {f.orig} {f.dtype} {'trained' * f.trains}" for f in facts)
-    return f"{torch_parts.name_of(member.g)}: {each}"
-
-
-def _first_difference(here: Sequence[str], there: Sequence[str]) -> tuple[str, str]:
-    for a, b in zip(here, there, strict=False):
-        if a != b:
-            return a, b
-    return f"{len(here)} facts", f"{len(there)} facts"
+    return "; ".join([f"{found.name}: {each}", *filter(None, (found.why, found.why_scatter))])
 
 
 def _key_of(args: Any, kwargs: Any) -> Hashable:

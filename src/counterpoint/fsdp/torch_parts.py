@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -128,9 +127,9 @@ def why_not_scattered(g: Group) -> str:
     return ""
 
 
-def shard_group(g: Group) -> dist.ProcessGroup:
-    """The ranks that share a group's parameters."""
-    return g.mesh_info.shard_process_group
+def shard_group(g: Group) -> Any:
+    """The ranks that share a group's parameters; None where they are replicated."""
+    return getattr(g.mesh_info, "shard_process_group", None)
 
 
 def name_of(g: Group) -> str:
