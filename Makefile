@@ -2,12 +2,13 @@ PYTHON ?= python3
 SUITE ?= short
 OUT ?= out/gpu
 ARGS ?=
+TORCHES ?= 2.11.0 2.12.1 2.13.0 2.14.1
 
 VENV := .venv
 SETUP := .ci/setup.py pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all docs package faults interrupts models islands gpu readme support clean
+.PHONY: help demo test test-all docs package faults interrupts models islands gpu readme support torches mutants clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
@@ -65,6 +66,15 @@ support: $(VENV)/.ready-dev  ## docs/support.md, from tests that pass and say wh
 	@rm -f benchmarks/results/support-cpu.jsonl
 	@$(VENV)/bin/python -m pytest -q -n auto --dist worksteal -m shows --all-cases -p benchmarks.support --rows benchmarks/results/support-cpu.jsonl
 	@PYTHONPATH=src:. $(VENV)/bin/python -m benchmarks.tables
+
+torches:  ## FSDP2 of each torch: tests/fsdp under 2.11 to 2.14, an environment for each; 5 GiB a version (TORCHES="2.14.1")
+	@set -e; for version in $(TORCHES); do \
+	  at=out/torch-$$version; echo "torch $$version, in $$at"; \
+	  test -f $$at/.ready || { $(PYTHON) -m venv $$at; \
+	    $$at/bin/python -m pip install -q torch==$$version numpy pytest pytest-xdist rich typer hypothesis matplotlib; \
+	    touch $$at/.ready; }; \
+	  $$at/bin/python -m pytest -q -n auto -p no:cacheprovider -W default tests/fsdp; \
+	done
 
 clean:  ## remove all that make made
 	rm -rf $(VENV) out build dist .pytest_cache .ruff_cache .hypothesis

@@ -95,13 +95,15 @@ TABLE: dict[str, dict[str, str | tuple[str, ...]]] = {
         "include_last_offset": OWN, "out": EQUAL,
     },
 }  # fmt: skip
-# what talks to no other rank when it is called: values, plans, models, and what layers and overlapped
-# models are made of, which is compared when they are called. tune, profile and run_on_ranks make groups of their own
+# what talks to no other rank when it is called: values, plans, models, and what layers and models
+# that are overlapped are made of, which is compared when they are called. tune, profile and
+# run_on_ranks make groups of their own
 NOT_COLLECTIVE = {
     "Choice", "Costs", "CounterpointError", "CounterpointWarning", "DeviceSpec", "InputError",
     "LinkSpec", "Machine", "Overlapped", "PeerTimeoutError", "Plan", "PlanError", "Problem",
     "Routes", "Scaled", "Timeline", "UnsupportedError", "bind", "build", "choose",
-    "compile_options", "estimate", "explain", "overlap", "preset", "profile", "run_on_ranks", "tune", "validate",
+    "compile_options", "estimate", "explain", "overlap", "preset", "profile", "run_on_ranks",
+    "tune", "validate",
     "nn.ColumnParallelLinear", "nn.RowParallelLinear", "nn.FullyShardedLinear",
     "nn.ExpertParallelMLP", "nn.ShardedEmbeddingBags", "nn.RowWiseAdagrad", "nn.SGD", "nn.to_fp8",
 }  # fmt: skip
