@@ -330,12 +330,37 @@ def test_groups_of_other_ranks_beside_each_other(rank: int, world_size: int):
     assert overlapped.explain().count("pushed in place") == 4
 
 
+REPLICATED = {"mixed": Step(), "fp32": Step(policy=None), "by 3": Step(factor=3.0),
+              "accumulated": Step(micro=2, sync_all=True)}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REPLICATED)
 @on_ranks(4)
-def test_replicas_of_shards_are_gathered_in_place(rank: int, world_size: int):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    want, got, overlapped = twice(lambda: made(Step(), mesh), lambda m: trained(m, Step(), rank))
+def test_replicas_of_shards_are_summed_by_torch_behind_ours(rank: int, world_size: int, name: str):
+    mesh, step = (
+        init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")), REPLICATED[name]
+    )  # fmt: skip
+    want, got, overlapped = twice(lambda: made(step, mesh), lambda m: trained(m, step, rank))
     assert same(want, got)
-    assert overlapped.explain().count("HSDP: an all-reduce follows") == 5
+    assert overlapped.explain().count("pushed in place") == 5
+
+
+@on_ranks(4)
+def test_replicas_that_are_summed_later_are_left_to_torch(rank: int, world_size: int):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+
+    def run(model: nn.Module) -> list[Tensor]:
+        out = list[Tensor]()
+        for i in range(6):
+            model.set_requires_all_reduce(i % 2 == 1)  # type: ignore[operator]
+            model(batch(rank, i)).float().square().mean().backward()
+            if i % 2:
+                out += gradients(model)
+                model.zero_grad()
+        return out
+
+    want, got, _ = twice(lambda: made(Step(), mesh), run)
+    assert same(want, got)
 
 
 @on_ranks(2)

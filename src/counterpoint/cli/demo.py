@@ -99,8 +99,10 @@ def demo(*, ranks: int, seed: int, out: Path, scale: int) -> int:
 
 
 def _timed(out: Path) -> int:
-    """One operator and one compiled block, on the GPUs here; the exit code of what failed first."""
-    for table, what in (("overlap", "two operators"), ("compile", "compiled transformer blocks")):
+    """Operators, compiled blocks and an FSDP2 step on GPUs; the exit code of what failed first."""
+    tables = {"overlap": "two operators", "compile": "compiled transformer blocks",
+              "fsdp": "a training step of FSDP2, before and after cp.overlap"}  # fmt: skip
+    for table, what in tables.items():
         print(f"{what}, timed on {torch.cuda.device_count()} GPUs:", flush=True)
         code = checkout.run("bench", [table, "--short", "--out", str(out / f"demo-{table}.jsonl")])
         if code:

@@ -63,6 +63,11 @@ class Member:
         self.hooks: Any = None
         self.published: list[tuple[int, int, int]] = []  # versions of its shards then
 
+    def parts(self, total: Tensor, of: Sequence[int]) -> list[tuple[int, Tensor]]:
+        """The gradients of these parameters in a flat sum of all."""
+        starts = ((i, self.places[i].sent) for i in of)
+        return [(i, total[start : start + self.facts[i].numel]) for i, start in starts]
+
     def sizes(self) -> tuple[int, int, int]:
         """Elements of this rank's shard, those with gradients of ours, and parameters."""
         trained = sum(f.numel for f in self.facts if f.trains and self.scatters)
@@ -219,12 +224,15 @@ class Shards:
 
     def scatter(
         self, member: Member, grads: Sequence[tuple[int, Tensor]], divisor: float, stream: Any
-    ) -> list[tuple[int, Tensor]]:
-        """Push gradients to their owners, and sum what is this rank's: flat, of each parameter.
+    ) -> Tensor:
+        """Push gradients to their owners, and sum what is this rank's.
 
         Args:
             grads: contiguous, with their parameters' places.
             divisor: of the sum.
+
+        Returns:
+            Flat, in the dtype of the shards; `parts` says where each parameter's is.
 
         Raises:
             InputError: ranks bring gradients of different parameters; on a GPU `check` says so.
@@ -243,8 +251,7 @@ class Shards:
         words(Signal(epoch, advance=True, post=pushed, wait=pushed), stream)
         total = self._summed(member, divisor, turn, stream)
         words(Signal(epoch, post=f"{SUMMED} {turn}"), stream)
-        places, facts = member.places, member.facts
-        return [(i, total[places[i].sent : places[i].sent + facts[i].numel]) for i, _ in grads]
+        return total
 
     def _push_by_copies(
         self, member: Member, grads: Sequence[tuple[int, Tensor]], mask: int, turn: int,

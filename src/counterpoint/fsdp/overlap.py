@@ -405,10 +405,17 @@ class Overlapped:
             here.wait_event(event)
         stream.wait_stream(here)
         with device.stream(stream):
-            reduced = shards.scatter(member, grads, torch_parts.divisor(g), stream)
+            total = shards.scatter(member, grads, torch_parts.divisor(g), stream)
+        if torch_parts.is_replicated(g):
+            streams[2].wait_stream(stream)
+            stream = streams[2]
+        with device.stream(stream):
+            if torch_parts.is_replicated(g):
+                torch_parts.sum_over_replicas(g, total)
+            reduced = member.parts(total, [i for i, _ in grads])
             ended = torch_parts.give_gradients(g, reduced, stream.record_event)
         torch_parts.note_reduced(g, stream, ended)
-        self._held.append((ended, grads))
+        self._held.append((ended, (grads, total)))
 
 
 def _told(g: Group, found: FoundGroup) -> str:

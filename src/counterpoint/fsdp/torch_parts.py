@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -118,8 +119,8 @@ def why_not_scattered(g: Group) -> str:
         return f"{dtype} gradients are scaled in two steps"
     if (g._reduce_dtype or dtype) not in (torch.float32, dtype):
         return f"{dtype} gradients are reduced in {g._reduce_dtype}"
-    if "HSDP" in type(g.mesh_info).__name__:
-        return "HSDP: an all-reduce follows"
+    if is_replicated(g) and g._orig_dtype != torch.float32:
+        return f"HSDP: an all-reduce of {g._orig_dtype} follows"
     if type(g._reduce_scatter_comm).__name__ != "DefaultReduceScatter":
         return (
             "its reduce-scatter was set by set_custom_reduce_scatter, or is from symmetric memory"
@@ -231,12 +232,12 @@ def device_module(device: torch.device) -> Any:
     return torch.cuda if device.type == "cuda" else torch.cpu
 
 
-def streams(g: Group) -> tuple[Any, Any] | None:
-    """(of gathers, of scatters); None before the first forward."""
+def streams(g: Group) -> tuple[Any, Any, Any] | None:
+    """(of gathers, of scatters, of all-reduces); None before the first forward."""
     ctx = g.comm_ctx
     if not hasattr(ctx, "all_gather_stream"):
         return None
-    return ctx.all_gather_stream, ctx.reduce_scatter_stream
+    return ctx.all_gather_stream, ctx.reduce_scatter_stream, ctx.all_reduce_stream
 
 
 def keeps_gathered(g: Group) -> bool:
@@ -247,7 +248,8 @@ def keeps_gathered(g: Group) -> bool:
 def reduces_by_torch(g: Group) -> bool:
     """Whether FSDP2 itself must take the gradients of this backward."""
     accumulated = any(p.unsharded_accumulated_grad is not None for p in g.fsdp_params)
-    return not g.reduce_grads or accumulated or g._all_reduce_hook is not None
+    partial = is_replicated(g) and not (g.all_reduce_grads and g._partial_reduce_output is None)
+    return not g.reduce_grads or accumulated or partial or g._all_reduce_hook is not None
 
 
 def begin_reduce(g: Group) -> list[tuple[int, Tensor]]:
@@ -268,9 +270,27 @@ def begin_reduce(g: Group) -> list[tuple[int, Tensor]]:
     return found
 
 
+def is_replicated(g: Group) -> bool:
+    """Whether there are replicas of what a group of ranks shares (HSDP)."""
+    return "HSDP" in type(g.mesh_info).__name__
+
+
 def divisor(g: Group) -> float:
-    """By what a sum of gradients is divided."""
+    """By what a sum over the ranks that share a group is divided."""
+    if is_replicated(g) and g.force_sum_reduction_for_comms:
+        return 1.0  # as torch does: behind the sum over replicas
     return float(g.gradient_divide_factor or g.mesh_info.shard_process_group.size())
+
+
+def sum_over_replicas(g: Group, total: Tensor) -> None:
+    """Torch's all-reduce of what the ranks of a replica have summed, on the current stream."""
+    factor, replicas = g.gradient_divide_factor, g.mesh_info.replicate_process_group
+    forced = g.force_sum_reduction_for_comms
+    average = factor is None and not forced
+    op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
+    dist.all_reduce(total, op=op, group=replicas)
+    if forced:
+        total.div_(factor or g.mesh_info.shard_process_group.size() * replicas.size())
 
 
 def give_gradients(g: Group, of: Sequence[tuple[int, Tensor]], event: Callable[[], Any]) -> Any:
