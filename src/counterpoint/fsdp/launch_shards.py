@@ -25,6 +25,7 @@ from counterpoint.runtime.workspace import Workspace
 ALIGN = 256  # bytes
 BLOCK = 4096  # elements of a program of the sum
 BITS = 32  # of a word of a mask
+MOST_PUSHES = 64  # batches that a group keeps ready
 
 
 class Place(NamedTuple):
@@ -61,6 +62,8 @@ class Member:
         self.pushes: dict[tuple[int, int, int], Pushes] = {}  # by inbox, rank, and gradients
         self.sums: dict[int, Any] = {}  # launches, by inbox
         self.hooks: Any = None
+        self.uses = 0  # graphs of autograd that hold its gathered parameters, as far as known
+        self.by_hand = False  # gathered by a user, who reads its parameters
         self.published: list[tuple[int, int, int]] = []  # versions of its shards then
 
     def parts(self, total: Tensor, of: Sequence[int]) -> list[tuple[int, Tensor]]:
@@ -148,8 +151,8 @@ class Shards:
         scattered = [m for m in members if m.scatters]
         part = max((m.sent * m.grad_dtype.itemsize for m in scattered), default=0)
         self.part_bytes = _aligned(part)
-        self.mask_words = 1
-        while self.mask_words * BITS < max((len(m.facts) for m in scattered), default=1):
+        self.mask_words = 2  # the first names the group
+        while (self.mask_words - 1) * BITS < max((len(m.facts) for m in scattered), default=1):
             self.mask_words *= 2
         self.inbox = workspace.allocate(2 * self.ranks * self.part_bytes) if part else None
         # which gradients each rank brings, of both inboxes; an aligned row a rank
@@ -241,7 +244,7 @@ class Shards:
         self.turn = 1 - turn
         epoch = f"inbox {turn}"
         words(Signal(epoch, wait=f"{SUMMED} {turn}"), stream)
-        mask = sum(1 << i for i, _ in grads)
+        mask = member.index + 1 | sum(1 << BITS + i for i, _ in grads)
         if self.on_gpu:
             self._push_by_copies(member, grads, mask, turn, stream)
         else:
@@ -262,6 +265,8 @@ class Shards:
         for r in self.receivers:
             batch = member.pushes.get((turn, r, mask))
             if batch is None:
+                if len(member.pushes) > MOST_PUSHES:  # gradients that come and go at random
+                    member.pushes.clear()
                 ranks = (r, self.rank) if r == self.receivers[-1] else (r,)
                 copies = [c for to in ranks for c in self._pushes(member, grads, turn, to)]
                 batch = member.pushes[turn, r, mask] = Pushes(
@@ -352,6 +357,10 @@ class Shards:
             total += parts[r * stride : r * stride + member.sent]
         return total.div_(divisor).to(dtype)
 
+    def release(self) -> None:
+        """Let go of all memory that ranks share; nothing is gathered or scattered any more."""
+        del self.shadow, self.inbox, self.masks
+
     def check(self) -> None:
         """Say what is wrong with an earlier call, if something is.
 
@@ -359,11 +368,13 @@ class Shards:
             InputError: ranks brought gradients of different parameters.
             PeerTimeoutError: a rank did not answer.
         """
-        found, r, *differs = self.fault.tolist()
+        found, r, other, *differs = self.fault.tolist()
         if found:
-            facts = self.members[found - 1].facts
+            member = self.members[found - 1]
             bits = [w >> i & 1 for w in differs for i in range(BITS)]
-            names = [f.name for f, bit in zip(facts, bits, strict=False) if bit]
+            names = [f.name for f, bit in zip(member.facts, bits, strict=False) if bit]
+            if other:  # a whole group has none on one of the two
+                names = [f"all of {torch_parts.name_of(member.g)} or of another group"]
             want = f"equal on all ranks: rank {self.rank} or rank {r} alone has one"
             fix = "let all ranks use the same parameters"
             if hasattr(self.members[0].g, "reduce_scatter_unused_params"):

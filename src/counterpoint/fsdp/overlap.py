@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -77,14 +78,15 @@ class Overlapped:
         self._model, self._slots = model, slots
         self._wants, self._trial_steps = (gather, scatter), trial_steps
         self._states = torch_parts.states_of(model)
-        self._hooks: list[Hooks] = []
+        self._seen: set[int] = set()  # ids of states that FSDP2 had set up
+        self._captured = False  # the last forward of a root was in a capture
         self._members: list[Member] = []
         self._found: dict[int, FoundGroup] = {}  # by id of a member's group
         self._shards: dict[int, Shards] = {}  # by id of a member's group
         self._all: list[Shards] = []
         self._held: deque[tuple[Any, object]] = deque()
         self._trial: Trial | None = None
-        self._ours, self._ready, self._reduced = True, False, False
+        self._ours, self._reduced = True, False
         self._key: list[Hashable] = []
         self._state = "on"
         torch_parts.watch_roots(self._states, self._begin)
@@ -94,7 +96,7 @@ class Overlapped:
 
     def explain(self) -> str:
         """What is done with each group, why not more, and what the trial has measured."""
-        if not self._ready:
+        if not self.found:
             return "nothing yet: the model has not run"
         lines = [str(group) for group in self.found]
         if self.verdict:
@@ -119,51 +121,83 @@ class Overlapped:
         }
 
     def off(self) -> None:
-        """Give everything back to torch, between two steps. `overlap` may be called again."""
-        self._drain()
-        for hooks in self._hooks:
-            torch_parts.drop_gathered(hooks.g)
-            hooks.take()
-        self._hooks.clear()
+        """Give everything back to torch, between two steps, on all ranks. It may be called again.
+
+        Raises:
+            PeerTimeoutError: a rank does not call it.
+        """
+        self._release()
+        for member in self._members:
+            member.hooks.take()
         torch_parts.unwatch_roots(self._states)
         for state in self._states:
             state.__dict__.pop("_counterpoint_overlapped", None)
         self._members.clear()
         self._shards.clear()
-        self._all.clear()
+        self._found.clear()
+        self._trial = None
         self._state = "off: torch's own way"
+
+    def _release(self) -> None:
+        """Let go of the memory that ranks share, once none of them uses it any more."""
+        self._drain()
+        for member in self._members:
+            device = self._shards[id(member.g)].device
+            torch_parts.drop_gathered(member.g, device.current_stream())
+        if self._all and self._all[0].on_gpu:
+            torch.cuda.synchronize()
+        for shards in self._all:
+            shards.workspace.gather(None)
+            shards.release()
+        self._all.clear()
 
     # -- once, when FSDP2 has set itself up
 
     def _set_up(self) -> None:
-        self._ready = True
+        """Find and take what FSDP2 has set up by now: all groups, or those of one of several roots.
+
+        Raises:
+            InputError: models or settings differ by rank.
+            UnsupportedError: there is no memory for gathered parameters.
+        """
+        states = [s for s in self._states if torch_parts.is_set_up(s) and id(s) not in self._seen]
         groups: list[Group] = []
-        for state in self._states:
+        for state in states:
             groups += [g for g in torch_parts.groups_of(state) if not any(g is h for h in groups)]
-        for g in groups:
-            self._find(g)
-        self._compare(groups)
+        found = [self._describe(g) for g in groups]
+        self._compare(groups, found)
+        self._seen |= {id(state) for state in states}
+        self.found += found
         sets: dict[Workspace, list[Member]] = {}
-        for member in self._members:
-            g = member.g
-            workspace = workspace_of(torch_parts.shard_group(g), torch.device(g.device))
-            sets.setdefault(workspace, []).append(member)
+        for g, each in zip(groups, found, strict=True):
+            if not each.why:
+                facts = [torch_parts.fact_of(p) for p in g.fsdp_params]
+                member = Member(g, facts, scatters=not each.why_scatter)
+                self._found[id(g)] = each
+                workspace = workspace_of(torch_parts.shard_group(g), torch.device(g.device))
+                sets.setdefault(workspace, []).append(member)
+        shared: list[Member] = []
         for workspace, members in sets.items():
-            self._share(workspace, members)
-        shared = [m for m in self._members if id(m.g) in self._shards]
-        self._members = shared
-        if not shared:
-            self._state = "left to torch: no group qualifies"
-            return
-        self._take_slots(shared)
+            shared += self._share(workspace, members)
+        if shared:
+            self._take_slots(shared)
         for member in shared:
             self._install(member)
-        if self._trial_steps:
-            first = self._all[0].workspace
-            on_gpu = first.device.type == "cuda"
-            self._trial = Trial(self._trial_steps, first.gather, on_gpu=on_gpu)
+        self._members += shared
+        self._state = "on" if self._members else "left to torch: no group qualifies"
+        if self._trial_steps and self._trial is None and shared:
+            self._trial = self._new_trial()
 
-    def _compare(self, groups: Sequence[Group]) -> None:
+    def _new_trial(self) -> Trial | None:
+        """A trial whose verdict all ranks hear; None: no shard group has all ranks."""
+        ranks = [{*dist.get_process_group_ranks(s.workspace.group)} for s in self._all]
+        for shards, mine in zip(self._all, ranks, strict=True):
+            if all(mine >= others for others in ranks):
+                return Trial(self._trial_steps, shards.workspace.gather, on_gpu=shards.on_gpu)
+        self._trial_steps = 0
+        return None
+
+    def _compare(self, groups: Sequence[Group], every: Sequence[FoundGroup]) -> None:
         """Refuse models and settings that differ by rank.
 
         Raises:
@@ -173,7 +207,7 @@ class Overlapped:
         settings = {"slots": self._slots, "gather": gather, "scatter": scatter,
                     "trial_steps": self._trial_steps}  # fmt: skip
         told: dict[Workspace, list[tuple[str, str]]] = {}
-        for g, found in zip(groups, self.found, strict=True):
+        for g, found in zip(groups, every, strict=True):
             group = torch_parts.shard_group(g)
             if group is not None and group.size() > 1:
                 workspace = workspace_of(group, torch.device(g.device))
@@ -190,22 +224,18 @@ class Overlapped:
                     want = f"equal on all ranks, {len(everyone[0])} facts as on rank 0"
                     raise InputError(OP, "model", want=want, got=f"{len(theirs)} on rank {r}")
 
-    def _find(self, g: Group) -> None:
+    def _describe(self, g: Group) -> FoundGroup:
         facts = [torch_parts.fact_of(p) for p in g.fsdp_params]
         found = FoundGroup(torch_parts.name_of(g), len(facts), sum(f.orig for f in facts))
         gather, scatter = self._wants
         found.why = torch_parts.why_not_gathered(g) if gather else "gather=False"
         found.why_scatter = torch_parts.why_not_scattered(g) if scatter else "scatter=False"
-        if not found.why_scatter and g._reduce_dtype is None and facts[0].dtype != torch.float32:
+        if not found.why_scatter and torch_parts.sums_in_own_dtype(g):
             found.notes.append("torch would sum them in their own dtype, so bits differ")
-        self.found.append(found)
-        if not found.why:
-            member = Member(g, facts, scatters=not found.why_scatter)
-            self._members.append(member)
-            self._found[id(g)] = found
+        return found
 
-    def _share(self, workspace: Workspace, members: Sequence[Member]) -> None:
-        """Have the memory of one shard group; where a rank cannot, torch's way on all."""
+    def _share(self, workspace: Workspace, members: Sequence[Member]) -> Sequence[Member]:
+        """Have the memory of one shard group; the members that have it. Else torch's way on all."""
         of = self._found
         why = "its ranks are on several hosts" if workspace.islands.number > 1 else ""
         machine = None if why else knowledge_of(workspace).machine
@@ -217,17 +247,18 @@ class Overlapped:
                 found.why = f"predicted to be slower: {found.predicted}"
         members = [m for m in members if not of[id(m.g)].why]
         if not members:
-            return
+            return ()
         try:
             if not why:
                 shards = Shards(workspace, members, torch_parts.device_module(workspace.device))
                 self._all.append(shards)
                 self._shards.update((id(m.g), shards) for m in members)
-                return
+                return members
         except (OSError, torch.OutOfMemoryError, UnsupportedError) as error:
             why = f"no memory that all ranks share: {error}"
         for member in members:
             of[id(member.g)].why = why
+        return ()
 
     def _take_slots(self, members: Sequence[Member]) -> None:
         """Memory for gathered parameters: in turn where they are resharded, else their own."""
@@ -260,35 +291,33 @@ class Overlapped:
             "_to_sharded": partial(self._to_sharded, member),
             "post_backward": partial(self._post_backward, member, shards),
         }
-        torch_parts.drop_gathered(member.g)
+        torch_parts.drop_gathered(member.g, shards.device.current_stream())
         member.hooks = Hooks(member.g, methods, member.buffers)
-        self._hooks.append(member.hooks)
 
     # -- each step
 
     def _begin(self, args: Any, kwargs: Any) -> None:
         """A forward of a root begins: what was published is of no use any more."""
-        if not self._ready:
+        if any(torch_parts.is_set_up(s) and id(s) not in self._seen for s in self._states):
             self._set_up()
-        if not self._members:
+        if not self._all:
             return
         capturing = self._all[0].on_gpu and torch.cuda.is_current_stream_capturing()
-        self._drain(wait=not capturing)
+        if capturing or self._captured:  # events of a capture, or of before one, are waited for
+            self._held.clear()  # by nobody: FSDP2 has ordered the streams
+            for member in self._members:
+                if member.slot:
+                    member.slot.left = None
+        self._captured = capturing
+        self._drain()
         for shards in self._all:
             shards.stale = True
             if not capturing:
                 shards.check()
         if capturing:
-            self._freeze()
+            self._trial = None  # the way that it goes now is kept
         elif self._trial and torch.is_grad_enabled():
             self._try(_key_of(args, kwargs))
-
-    def _freeze(self) -> None:
-        """A step is captured: it keeps the way that it goes now, and waits for nothing before."""
-        self._trial = None
-        for member in self._members:
-            if member.slot:
-                member.slot.left = None
 
     def _try(self, key: Hashable) -> None:
         """One more step of the trial, where an optimizer step lies behind."""
@@ -299,97 +328,144 @@ class Overlapped:
             if ours is None:
                 self.verdict, self._trial = self._trial.verdict, None
                 assert self.verdict is not None
-                if not self.verdict.ours:
-                    self.off()
+                ours = self.verdict.ours
+                if not ours:
                     self._state = "left to torch: overlapping was not faster beyond doubt"
-                    return
-                ours = True
             self.switch(ours=ours)
+            if not ours and self.verdict:
+                self._release()
         self._key.append(key)
 
     def switch(self, *, ours: bool) -> None:
-        """Go our way or torch's from the next step on; all memory is kept."""
-        if ours == self._ours:
-            return
-        self._drain()
+        """Go our way or torch's from the next gather on, in the same memory."""
         self._ours = ours
-        for hooks in self._hooks:
-            torch_parts.drop_gathered(hooks.g)
-            hooks.swap(ours)
 
-    def _drain(self, *, wait: bool = True) -> None:
+    def _drain(self) -> None:
         """Let go of gradients that have been pushed."""
         while self._held:
             event, _ = self._held.popleft()
-            if wait:
-                self._all[0].device.current_stream().wait_event(event)
+            self._all[0].device.current_stream().wait_event(event)
 
     def _unshard(self, member: Member, shards: Shards, async_op: bool = False) -> None:
         g = member.g
-        if not self._ours:
-            torch_parts.by_torch(g, "unshard", async_op)
-            return
         if torch_parts.skips_gather(g):
+            return
+        if not self._ours or torch_parts.gathers_by_torch(g):
+            torch_parts.by_torch(g, "unshard", async_op)
             return
         streams = torch_parts.streams(g)
         assert streams is not None, "a group is overlapped once FSDP2 has set itself up"
-        stream, device = streams[0], shards.device
+        # where there is no room, this is a gather ahead: what needs it waits for it, see _wait
+        if self._take(member, streams[0], now=False):
+            self._gather(member, shards, streams[0])
+
+    def _gather(self, member: Member, shards: Shards, stream: Any) -> None:
+        g, device = member.g, shards.device
         others: list[Member] = []
         if torch_parts.is_outside(g):  # by hand: whatever was done to its shards before
             stream.wait_stream(device.current_stream())
             shards.publish([member], stream)
+        elif shards.stale and self._captured:
+            shards.publish(shards.members, stream)
+            shards.stale = False
         elif shards.stale:  # what is needed first, first: the others beside its computation
             shards.publish([member], stream)
             shards.stale, others = False, [m for m in shards.members if m is not member]
         elif member.published != torch_parts.versions(g):
             stream.wait_stream(device.current_stream())
             shards.publish([member], stream)
-        self._take(member, stream)
         shards.gather(member, stream)
         torch_parts.gathering(g, stream.record_event())
         if others:
             shards.publish(others, stream, more=True)
 
-    def _take(self, member: Member, stream: Any) -> None:
-        """Have a place to gather to: the slot, or memory of its own where that is in use."""
+    def _take(self, member: Member, stream: Any, *, now: bool) -> bool:
+        """Have a place to gather to on a stream, the slot or memory of its own.
+
+        Args:
+            now: it is needed; else a gather on its way keeps its place.
+
+        Returns:
+            Whether there is one.
+
+        Raises:
+            UnsupportedError: it is needed, and there is none.
+        """
         slot = member.slot
         if slot is None:
-            return
-        holder = slot.holder
+            return True
+        holder, here = slot.holder, self._shards[id(member.g)].device.current_stream()
         if holder is not None and holder is not member and not torch_parts.is_free(holder.g):
-            member.slot = None
-            member.buffers = Slot(member.gathered_bytes, slot.memory.device).buffers(member)
-            member.pulls.clear()
-            member.hooks.move(member.buffers)
-            found = self._found[id(member.g)]
-            found.kept = True
-            found.notes.append("more groups are gathered at a time than there are slots")
-            return
+            idle = torch_parts.is_idle(holder.g) and not holder.by_hand
+            if idle or (now and torch_parts.is_pending(holder.g)):
+                torch_parts.drop_gathered(holder.g, here)  # it is gathered again when it is needed
+            elif not member.uses and not torch_parts.has_gradients(member.g):
+                stream.wait_stream(here)  # the new memory may have been used there
+                self._move(member)
+                return True
+            elif now:
+                names = torch_parts.name_of(member.g), torch_parts.name_of(holder.g)
+                what = f"{names[0]} is needed while {names[1]} is in use"
+                raise UnsupportedError(f"{OP}: {what}; call it with more slots")
+            else:
+                return False
         if slot.left is not None:
             stream.wait_event(slot.left)
         slot.holder = member
+        return True
+
+    def _move(self, member: Member) -> None:
+        """Give a group memory of its own; no graph holds its gathered parameters."""
+        assert member.slot is not None
+        member.buffers = Slot(member.gathered_bytes, member.slot.memory.device).buffers(member)
+        member.slot = None
+        member.pulls.clear()
+        member.hooks.move(member.buffers)
+        found = self._found[id(member.g)]
+        found.kept = True
+        found.notes.append("more groups are gathered at a time than there are slots")
 
     def _wait(self, member: Member, shards: Shards) -> None:
-        g = member.g
-        if not self._ours:
+        g, here = member.g, shards.device.current_stream()
+        streams = torch_parts.streams(g)
+        assert streams is not None
+        if torch_parts.is_sharded(g):
+            member.by_hand = torch_parts.is_outside(g)
+        if torch_parts.is_forward(g) and not torch_parts.in_backward():
+            member.uses += 1
+        if torch_parts.is_pending(g) and not torch_parts.is_ours(g):
+            here.wait_stream(streams[0])  # gathers of ours before it, to the same memory
+            self._take(member, here, now=True)
             torch_parts.by_torch(g, "wait_for_unshard")
-        elif torch_parts.is_pending(g):
+            return
+        if not torch_parts.is_pending(g) and torch_parts.is_sharded(g) and self._ours:
+            if torch_parts.skips_gather(g):  # not wanted in this backward
+                return
+            self._take(member, streams[0], now=True)
+            self._gather(member, shards, streams[0])
+        if torch_parts.is_pending(g):
             if (event := torch_parts.gather_event(g)) is not None:  # CPU ranks have none
-                shards.device.current_stream().wait_event(event)
+                here.wait_event(event)
             torch_parts.use_gathered(g)
 
     def _to_sharded(self, member: Member) -> None:
         g = member.g
         was = not torch_parts.is_sharded(g)
         torch_parts.to_sharded(g)
-        if was and self._ours and member.slot is not None:
+        if was and member.slot is not None:
             device = self._shards[id(g)].device
             member.slot.left = device.current_stream().record_event()
 
     def _post_backward(self, member: Member, shards: Shards, *given: Any) -> None:
         g = member.g
         self._reduced = self._reduced or g.reduce_grads
-        if not self._ours or not member.scatters or torch_parts.reduces_by_torch(g):
+        member.uses = max(0, member.uses - 1)
+        unfrozen = any(
+            trains and place.sent < 0
+            for trains, place in zip(torch_parts.trains(g), member.places, strict=True)
+        )
+        ours = self._ours and member.scatters and not unfrozen
+        if not ours or torch_parts.reduces_by_torch(g):
             torch_parts.by_torch(g, "post_backward", *given)
             return
         grads = [

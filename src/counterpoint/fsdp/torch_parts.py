@@ -164,6 +164,24 @@ def is_free(g: Group) -> bool:
     return g.is_sharded and g._all_gather_result is None
 
 
+def is_idle(g: Group) -> bool:
+    """Whether it is gathered, and neither in its forward nor in its backward."""
+    assert TrainingState is not None
+    at_rest = (TrainingState.IDLE, TrainingState.POST_BACKWARD)
+    return g.is_unsharded and g._training_state in at_rest
+
+
+def is_forward(g: Group) -> bool:
+    """Whether it is in a forward whose graph autograd records."""
+    assert TrainingState is not None
+    return g._training_state == TrainingState.FORWARD and torch.is_grad_enabled()
+
+
+def in_backward() -> bool:
+    """Whether autograd runs: a forward within is one that is computed again."""
+    return torch._C._current_graph_task_id() != -1  # pyright: ignore
+
+
 def is_outside(g: Group) -> bool:
     """Whether a gather is asked for by hand: in no forward, and in no backward."""
     assert TrainingState is not None
@@ -194,8 +212,13 @@ def gathering(g: Group, event: Any) -> None:
 
 
 def is_pending(g: Group) -> bool:
-    """Whether there is a gather that nobody has waited for yet."""
+    """Whether there is a gather that nobody has waited for yet, ours or torch's."""
     return g._all_gather_result is not None
+
+
+def is_ours(g: Group) -> bool:
+    """Whether that gather is ours."""
+    return isinstance(g._all_gather_result, Pending)
 
 
 def gather_event(g: Group) -> Any:
@@ -216,8 +239,19 @@ def to_sharded(g: Group) -> None:
     type(g)._to_sharded(g)
 
 
-def drop_gathered(g: Group) -> None:
-    """Shard a group whatever `reshard_after_forward` says."""
+def drop_gathered(g: Group, here: Any) -> None:
+    """Shard a group whatever `reshard_after_forward` says, and forget a gather on its way.
+
+    Args:
+        here: the current stream, which waits for that.
+    """
+    pending = g._all_gather_result
+    if pending is not None:
+        if pending.all_gather_event is not None:
+            here.wait_event(pending.all_gather_event)
+        if isinstance(pending.all_gather_work, dist.distributed_c10d.Work):
+            pending.all_gather_work.wait()
+        g._all_gather_result = None
     if not g.is_sharded:
         g._to_sharded()
 
@@ -248,8 +282,30 @@ def keeps_gathered(g: Group) -> bool:
 def reduces_by_torch(g: Group) -> bool:
     """Whether FSDP2 itself must take the gradients of this backward."""
     accumulated = any(p.unsharded_accumulated_grad is not None for p in g.fsdp_params)
+    own = type(g._reduce_scatter_comm).__name__ != "DefaultReduceScatter"
     partial = is_replicated(g) and not (g.all_reduce_grads and g._partial_reduce_output is None)
-    return not g.reduce_grads or accumulated or partial or g._all_reduce_hook is not None
+    return not g.reduce_grads or accumulated or partial or own or g._all_reduce_hook is not None
+
+
+def gathers_by_torch(g: Group) -> bool:
+    """Whether the user has set an all-gather since."""
+    return type(g._all_gather_comm).__name__ != "DefaultAllGather"
+
+
+def trains(g: Group) -> list[bool]:
+    """Which parameters have gradients now."""
+    return [p.sharded_param.requires_grad for p in g.fsdp_params]
+
+
+def is_set_up(state: Any) -> bool:
+    """Whether FSDP2 has set up a state: at the first forward of its root."""
+    return state._is_root is not None
+
+
+def has_gradients(g: Group) -> bool:
+    """Whether gathered parameters hold gradients that are not reduced yet."""
+    params = (p._unsharded_param for p in g.fsdp_params if hasattr(p, "_unsharded_param"))
+    return any(p.grad is not None for p in params)
 
 
 def begin_reduce(g: Group) -> list[tuple[int, Tensor]]:
@@ -268,6 +324,13 @@ def begin_reduce(g: Group) -> list[tuple[int, Tensor]]:
     if g.reshard_after_backward:
         g.reshard()
     return found
+
+
+def sums_in_own_dtype(g: Group) -> bool:
+    """Whether torch reduces gradients in a dtype narrower than fp32."""
+    return g._reduce_dtype is None and any(
+        (p.param_dtype or p.orig_dtype) != torch.float32 for p in g.fsdp_params
+    )
 
 
 def is_replicated(g: Group) -> bool:
@@ -330,7 +393,8 @@ def grad_dtype(g: Group) -> torch.dtype:
 class Hooks:
     """Methods of ours on one group, and the buffers that its parameters are gathered to.
 
-    Torch's own buffers and parameters are kept beside: `swap` exchanges them.
+    Torch's own way uses these buffers, too, while it takes turns: a graph of autograd holds the
+    parameters in them.
 
     Args:
         methods: by name, of METHODS; each is called with the arguments of torch's.
@@ -341,37 +405,28 @@ class Hooks:
         self, g: Group, methods: Mapping[str, Callable[..., Any]], buffers: Sequence[Tensor]
     ) -> None:
         self.g, self._methods = g, methods
-        self._other = [([buffer], None) for buffer in buffers]
-        self._ours = False
+        self._torchs: list[tuple[list[Tensor], Any]] = []
         for name, method in methods.items():
             setattr(g, name, method)
-        self.swap(True)
-
-    def swap(self, ours: bool) -> None:
-        """Let parameters be gathered to our buffers, or to torch's; the group is sharded."""
-        if ours == self._ours:
-            return
-        self._ours = ours
-        for i, p in enumerate(self.g.fsdp_params):
-            outputs, param = self._other[i]
-            self._other[i] = p.all_gather_outputs, p.__dict__.pop("_unsharded_param", None)
-            p.all_gather_outputs = outputs
-            if param is not None:
-                p._unsharded_param = param
-            if ours:
-                p.free_unsharded_param = _nothing
-            else:
-                p.__dict__.pop("free_unsharded_param", None)
+        for p, buffer in zip(g.fsdp_params, buffers, strict=True):
+            self._torchs.append((p.all_gather_outputs, p.__dict__.pop("_unsharded_param", None)))
+            p.all_gather_outputs = [buffer]
+            p.free_unsharded_param = _nothing
 
     def move(self, buffers: Sequence[Tensor]) -> None:
-        """Gather to other buffers from now on; the group is sharded, and goes our way."""
+        """Gather to other buffers from now on; the group is sharded, and no graph holds it."""
         for p, buffer in zip(self.g.fsdp_params, buffers, strict=True):
             p.all_gather_outputs = [buffer]
             p.__dict__.pop("_unsharded_param", None)
 
     def take(self) -> None:
         """Give everything back to torch; the group is sharded."""
-        self.swap(False)
+        for p, (outputs, param) in zip(self.g.fsdp_params, self._torchs, strict=True):
+            p.all_gather_outputs = outputs
+            p.__dict__.pop("_unsharded_param", None)
+            p.__dict__.pop("free_unsharded_param", None)
+            if param is not None:
+                p._unsharded_param = param
         for name in self._methods:
             self.g.__dict__.pop(name, None)
 
@@ -386,7 +441,7 @@ def watch_roots(states: Sequence[Any], begin: Callable[[Any, Any], None]) -> Non
 
         def root_pre_forward(module: Any, args: Any, kwargs: Any, state: Any = state) -> Any:
             state._lazy_init()
-            if state._state_ctx.iter_forward_root is None:
+            if state._state_ctx.iter_forward_root is None and not in_backward():
                 begin(args, kwargs)
             return type(state)._root_pre_forward(state, module, args, kwargs)
 
