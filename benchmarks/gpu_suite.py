@@ -31,9 +31,12 @@ TESTS_S, TEST_S, CHARACTERIZE_S, LONG_S = 285, 280, 40, 560
 SANITIZE_S = 480
 START_S = 15  # of the processes of all tables
 END_S = 10  # to end by itself
-LANES = 8  # mostly kernels are compiled: a GPU idles beside four
+LANES = 12  # mostly kernels are compiled: a GPU idles beside four
 # files that take longest: they compile many kernels
-FIRST = ("test_experts_fused_gpu", "test_embedding_gpu", "test_matmul_all_reduce_gpu")
+FIRST = (
+    "test_batch_invariant_gpu", "test_experts_fused_gpu", "test_routes_on_device_gpu",
+    "test_all_reduce_norm_gpu", "test_embedding_gpu",
+)  # fmt: skip
 # files that count free memory or measure time
 ALONE = (
     "test_islands_gpu", "test_overlap_ops", "test_profile", "test_replay_gpu", "test_sharing_gpu",

@@ -90,6 +90,7 @@ def specs(op):
     return ["auto", *found, "shard_p2p ring chunks=2"]
 
 
+@pytest.mark.drawn(2)  # of tens of tiles each, all of which are compiled
 @pytest.mark.parametrize("columns", [True, False], ids=["columns", "rows"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_all_tiles_have_the_same_bits(gpus, dtype, columns):
@@ -124,6 +125,7 @@ def test_all_tiles_have_the_same_bits(gpus, dtype, columns):
         assert not any(wrong.values()), (n, k, wrong)
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("columns", [True, False], ids=["columns", "rows"])
 @pytest.mark.parametrize("op", OPS)
 def test_bits_of_rows_for_all_m_and_plans(gpus, op, columns):

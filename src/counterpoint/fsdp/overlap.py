@@ -338,6 +338,11 @@ class Overlapped:
 
     def switch(self, *, ours: bool) -> None:
         """Go our way or torch's from the next gather on, in the same memory."""
+        if ours != self._ours:
+            for member in self._members:  # what gathers there by now comes before
+                streams = torch_parts.streams(member.g)
+                if streams is not None:
+                    self._shards[id(member.g)].device.current_stream().wait_stream(streams[0])
         self._ours = ours
 
     def _drain(self) -> None:
@@ -434,7 +439,6 @@ class Overlapped:
         if torch_parts.is_forward(g) and not torch_parts.in_backward():
             member.uses += 1
         if torch_parts.is_pending(g) and not torch_parts.is_ours(g):
-            here.wait_stream(streams[0])  # gathers of ours before it, to the same memory
             self._take(member, here, now=True)
             torch_parts.by_torch(g, "wait_for_unshard")
             return
