@@ -1,17 +1,27 @@
 """Twelve ranks that fail at a random moment, and a short soak; `make faults` does more of both."""
 
+import gc
+from contextlib import suppress
 from functools import partial
 
 import pytest
 from fault_soak import soak
 from fault_trials import KINDS, POOL_ENV, on_ending_ranks, problems_of, rows_of, trial_of
-from rankpool import RankPool
+from rankpool import RankError, RankPool
 from torch._C._distributed_c10d import TCPStore
+
+
+def collected(rank: int, ranks: int) -> int:
+    return gc.collect()
 
 
 @pytest.mark.drawn(4)
 @pytest.mark.parametrize("number", range(12), ids=lambda n: f"{n} {tuple(KINDS)[n % len(KINDS)]}")
 def test_every_survivor_names_who_failed_in_time(pool: RankPool, number: int):
+    # groups of earlier tests end now, or the pool makes new ranks: in two of some 20 runs a rank
+    # that was to join hung for good in the collector, as it imported
+    with suppress(RankError):
+        pool.run(collected, 4, group=False, timeout_s=20)
     assert problems_of(trial_of(number), pool) == []
 
 
