@@ -8,6 +8,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from io import StringIO
@@ -186,6 +187,18 @@ def test_ctrl_c_stops_the_demo_and_all_that_it_started(moment: str, tmp_path: Pa
     assert not [*tmp_path.glob("counterpoint*")]
     # memory of ranks has no name, and is gone with the last process that maps it
     assert not list(Path("/dev/shm").glob("counterpoint*"))
+
+
+def test_ctrl_c_as_the_demo_begins_to_listen_leaves_no_thread(monkeypatch: pytest.MonkeyPatch):
+    class Interrupted(threading.Thread):
+        def start(self) -> None:
+            super().start()
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(demo.threading, "Thread", Interrupted)
+    with pytest.raises(KeyboardInterrupt), demo._told():
+        raise AssertionError
+    assert "demo" not in {thread.name for thread in threading.enumerate()}
 
 
 def test_demo_fails_when_a_result_is_wrong(

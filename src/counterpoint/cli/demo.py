@@ -153,8 +153,8 @@ def _told() -> Generator[Connection]:
             print(text or "", end="", flush=True)
 
     listener = threading.Thread(target=listen, name="demo", daemon=True)
-    listener.start()
     try:
+        listener.start()  # Ctrl-C may arrive in here, when the thread runs already
         yield sender
     finally:
         sender.send(None)
