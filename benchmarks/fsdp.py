@@ -2,7 +2,8 @@
 
     as is           FSDP2: bf16 computation over fp32 masters, fp32 reduction, NCCL
     compute         the same blocks without FSDP2: the bound
-    ours            the same model, after cp.overlap(model, trial_steps=0)
+    ours            the same model, after cp.overlap(model, trial_steps=0, memory="kept"): as "auto"
+                    is where there is room; in a case "ring" memory="ring"
     ZeRO-2          as is, with reshard_after_forward=False
     two groups      as is, with a communicator for gathers and one for reduce-scatters
 
@@ -35,11 +36,14 @@ STEPS, ROUNDS = 2, 15
 WIDTHS = {"8B": (4096, 14336, 32, 8), "toy": (64, 160, 4, 2)}
 
 
-def case_of(form: str, tokens: int, *, width: str = "8B", adamw: bool = False) -> Case:
+def case_of(
+    form: str, tokens: int, *, width: str = "8B", adamw: bool = False, memory: str = "kept"
+) -> Case:
     """A step of one sequence of `tokens` on each rank."""
     name = f"{form}{', AdamW' * adamw} {tokens}{', toy' * (width == 'toy')}"
-    return Case(name, {"form": form, "tokens": tokens, "adamw": adamw, "width": width,
-                       "layers": LAYERS})  # fmt: skip
+    return Case(f"{name}{', ring' * (memory == 'ring')}",
+                {"form": form, "tokens": tokens, "adamw": adamw, "width": width,
+                 "layers": LAYERS, "memory": memory})  # fmt: skip
 
 
 def cases(_: int) -> list[Case]:
@@ -47,6 +51,7 @@ def cases(_: int) -> list[Case]:
     return [
         case_of("eager", 4096), case_of("eager", 8192), case_of("eager", 1024),
         case_of("eager", 4096, adamw=True), case_of("compiled", 4096),
+        case_of("eager", 4096, memory="ring"),
     ]  # fmt: skip
 
 
@@ -151,7 +156,7 @@ class Lab:
     def overlap(self) -> None:
         """Overlap from now on."""
         if self.overlapped is None:
-            self.overlapped = cp.overlap(self.model, trial_steps=0)
+            self.overlapped = cp.overlap(self.model, trial_steps=0, memory=self.case["memory"])
         self.overlapped.switch(ours=True)
 
     def end(self) -> None:
@@ -210,7 +215,8 @@ def peak_of(lab: Lab) -> int:
     torch.cuda.reset_peak_memory_stats()
     lab.step()
     sizes = lab.overlapped.num_bytes() if lab.overlapped else {}
-    symmetric = sizes.get("published", 0) + sizes.get("inboxes", 0)
+    gathered = sizes.get("gathered", 0) * (lab.case["memory"] == "ring")
+    symmetric = sizes.get("published", 0) + sizes.get("inboxes", 0) + gathered
     return torch.cuda.max_memory_allocated() + symmetric
 
 

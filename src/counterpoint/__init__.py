@@ -26,7 +26,8 @@ if TYPE_CHECKING:
         PlanError,
         UnsupportedError,
     )
-    from counterpoint.fsdp.overlap import Overlapped, overlap
+    from counterpoint.fsdp.overlap import overlap
+    from counterpoint.fsdp.overlapped import Overlapped
     from counterpoint.machine import DeviceSpec, LinkSpec, Machine
     from counterpoint.measure.profile import profile
     from counterpoint.measure.tune import tune
@@ -70,7 +71,7 @@ _HOME = {
     "InputError": "errors",
     "LinkSpec": "machine",
     "Machine": "machine",
-    "Overlapped": "fsdp.overlap",
+    "Overlapped": "fsdp.overlapped",
     "PeerTimeoutError": "errors",
     "Plan": "plan.steps",
     "PlanError": "errors",

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import counterpoint as cp
 
 STEPS = 6
+WAYS = [("kept", 0), ("kept", 2), ("ring", 0), ("ring", 2)]  # memory, and trial_steps
 
 
 class Inner(nn.Module):
@@ -90,28 +91,33 @@ def check(make: Any, run: Any, **options: Any) -> cp.Overlapped:
     return overlapped
 
 
-@pytest.mark.parametrize("trial_steps", [0, 2])
+@pytest.mark.parametrize(("memory", "trial_steps"), WAYS)
 @pytest.mark.parametrize("slots", [1, 2, 16])
 @pytest.mark.parametrize("again", [False, True])
 @on_ranks(2)
-def test_groups_within_groups(rank: int, ranks: int, again: bool, slots: int, trial_steps: int):
+def test_groups_within_groups(
+    rank: int, ranks: int, again: bool, slots: int, memory: str, trial_steps: int
+):
     """Gathers ahead find no room; forwards are computed again within a backward."""
     made_so = lambda: nested(ranks, again=again)  # noqa: E731
-    check(made_so, lambda m: trained(m, rank), slots=slots, trial_steps=trial_steps)
+    run = lambda m: trained(m, rank)  # noqa: E731
+    check(made_so, run, slots=slots, memory=memory, trial_steps=trial_steps)
 
 
-@pytest.mark.parametrize("trial_steps", [0, 2])
+@pytest.mark.parametrize(("memory", "trial_steps"), WAYS)
 @on_ranks(2)
-def test_one_slot_and_gathers_ahead_in_the_backward(rank: int, ranks: int, trial_steps: int):
+def test_one_slot_and_gathers_ahead_in_the_backward(
+    rank: int, ranks: int, memory: str, trial_steps: int
+):
     mesh = mesh_of(ranks)
     run = lambda m: trained(m, rank)  # noqa: E731
-    check(lambda: made(Step(), mesh), run, slots=1, trial_steps=trial_steps)
+    check(lambda: made(Step(), mesh), run, slots=1, memory=memory, trial_steps=trial_steps)
 
 
-@pytest.mark.parametrize("trial_steps", [0, 2])
+@pytest.mark.parametrize(("memory", "trial_steps"), WAYS)
 @on_ranks(2)
 def test_weights_that_stay_gathered_while_gradients_accumulate(
-    rank: int, ranks: int, trial_steps: int
+    rank: int, ranks: int, memory: str, trial_steps: int
 ):
     def run(model: Any) -> list[Tensor]:
         weights, out = [*model.parameters()], list[Tensor]()
@@ -125,13 +131,15 @@ def test_weights_that_stay_gathered_while_gradients_accumulate(
                 p.grad = None
         return out
 
-    check(lambda: nested(ranks), run, trial_steps=trial_steps)
-    check(lambda: made(Step(), mesh_of(ranks)), run, trial_steps=trial_steps)
+    check(lambda: nested(ranks), run, memory=memory, trial_steps=trial_steps)
+    check(lambda: made(Step(), mesh_of(ranks)), run, memory=memory, trial_steps=trial_steps)
 
 
-@pytest.mark.parametrize("trial_steps", [0, 2])
+@pytest.mark.parametrize(("memory", "trial_steps"), WAYS)
 @on_ranks(2)
-def test_gathers_by_hand_on_their_way_and_all_at_once(rank: int, ranks: int, trial_steps: int):
+def test_gathers_by_hand_on_their_way_and_all_at_once(
+    rank: int, ranks: int, memory: str, trial_steps: int
+):
     """Before the first forward, too; and between steps all weights are read, as of an export."""
     mesh, read = mesh_of(ranks), list[Tensor]()
 
@@ -151,7 +159,7 @@ def test_gathers_by_hand_on_their_way_and_all_at_once(rank: int, ranks: int, tri
 
         return trained(model, rank, before) + read
 
-    check(lambda: made(Step(), mesh), run, trial_steps=trial_steps)
+    check(lambda: made(Step(), mesh), run, memory=memory, trial_steps=trial_steps)
 
 
 @pytest.mark.parametrize("trial_steps", [0, 4])

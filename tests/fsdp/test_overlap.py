@@ -28,6 +28,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 import counterpoint as cp
+from counterpoint.fsdp.launch_gathers import Gathers
 from counterpoint.presets import preset
 from counterpoint.runtime.workspace import workspace_of
 
@@ -41,10 +42,11 @@ STEPS = {
 IN_PLACE = "gathered in place"
 
 
+@pytest.mark.parametrize("memory", ["kept", "ring"])
 @pytest.mark.parametrize("name", STEPS)
 @on_ranks(2)
-def test_bits_are_torchs(rank: int, world_size: int, name: str):
-    want, got, overlapped = both(STEPS[name], rank, world_size)
+def test_bits_are_torchs(rank: int, world_size: int, name: str, memory: str):
+    want, got, overlapped = both(STEPS[name], rank, world_size, memory=memory)
     assert same(want, got)
     assert all(IN_PLACE in str(group) for group in overlapped.found), overlapped.explain()
     with_gradients = [g for g in overlapped.found if g.why_scatter != "frozen"]
@@ -530,7 +532,7 @@ def test_what_is_no_model_of_fsdp2_is_refused():
         cp.overlap(nn.Linear(2, 2))
     with pytest.raises(cp.InputError, match=r"model must be a torch.nn.Module, got int"):
         cp.overlap(3)  # type: ignore[arg-type]
-    for name, value in (("slots", 0), ("slots", True), ("trial_steps", -1)):
+    for name, value in (("slots", 0), ("slots", True), ("trial_steps", -1), ("memory", "keep")):
         with pytest.raises(cp.InputError, match=name):
             cp.overlap(nn.Linear(2, 2), **{name: value})
 
@@ -541,7 +543,8 @@ def test_ddp_is_refused_and_told_of_fsdp2(rank: int, world_size: int):
         cp.overlap(DistributedDataParallel(nn.Linear(2, 2)))
 
 
-OTHERS = {"slots": (1, 2), "gather": (True, False), "scatter": (False, True), "trial_steps": (0, 8)}
+OTHERS = {"slots": (1, 2), "gather": (True, False), "scatter": (False, True),
+          "trial_steps": (0, 8), "memory": ("ring", "kept")}  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "values"), OTHERS.items())
@@ -575,7 +578,7 @@ def test_a_group_that_torch_would_gather_sooner_is_left(rank: int, world_size: i
         model = made(Step(), mesh)
         overlapped = cp.overlap(model, trial_steps=0)
         known = mock.Mock(machine=machine)
-        with mock.patch("counterpoint.fsdp.overlap.knowledge_of", return_value=known):
+        with mock.patch("counterpoint.fsdp.overlapped.knowledge_of", return_value=known):
             got = trained(model, Step(), rank)
         assert same(trained(made(Step(), mesh), Step(), rank), got)
         assert overlapped.explain().count("left to torch, predicted to be slower") == left
@@ -625,13 +628,14 @@ def test_a_rank_that_ends_is_named_on_all_others(pool: RankPool, when: str):
         assert "rank 1" in text, told
 
 
+@pytest.mark.parametrize("memory", ["kept", "ring"])
 @on_ranks(2)
-def test_a_late_rank_is_waited_for(rank: int, world_size: int):
+def test_a_late_rank_is_waited_for(rank: int, world_size: int, memory: str):
     """Ranks that are late at random, one at a time, and weights that never lag behind."""
     mesh, step = mesh_of(world_size), Step(steps=6, prefetch=1)
     want = trained(made(step, mesh), step, rank)
     model = made(step, mesh)
-    cp.overlap(model, trial_steps=0)
+    cp.overlap(model, trial_steps=0, memory=memory)
     late = random.Random(5)
 
     def wait(*_: Any) -> None:
@@ -646,3 +650,33 @@ def test_a_late_rank_is_waited_for(rank: int, world_size: int):
     for block in model:
         block.register_forward_hook(late_in_both)
     assert same(want, trained(model, step, rank))
+
+
+@pytest.mark.parametrize("memory", ["kept", "ring"])
+@on_ranks(2)
+def test_what_a_late_peer_still_reads_is_not_written(rank: int, world_size: int, memory: str):
+    """In forwards alone: no gradients are pushed, for which ranks wait too."""
+    mesh, late, pull = mesh_of(world_size), random.Random(6), Gathers.pull
+
+    def pulled(self: Gathers, member: Any, r: int, ranks: Any, stream: Any) -> None:
+        time.sleep(0.05 * (late.randrange(4) == rank))
+        pull(self, member, r, ranks, stream)
+
+    def run(model: nn.Module) -> list[Tensor]:
+        out = list[Tensor]()
+        with torch.no_grad():
+            for i in range(6):
+                out.append(model(batch(rank, i)))
+                for p in model.parameters():
+                    p.mul_(0.9)
+        return out
+
+    def alone() -> nn.Module:  # the next gather is of the group that the peer still reads
+        torch.manual_seed(0)
+        return fully_shard(nn.Linear(DIM, DIM), mesh=mesh, reshard_after_forward=True)
+
+    for make in (lambda: made(Step(), mesh), alone):
+        want, model = run(make()), make()
+        cp.overlap(model, trial_steps=0, memory=memory, slots=1)
+        with mock.patch.object(Gathers, "pull", pulled):
+            assert same(want, run(model))

@@ -18,13 +18,14 @@ STEPS = {
     "never resharded": Step(keep=True), "divided by 3": Step(factor=3.0),
     "3 ahead": Step(prefetch=3),
 }  # fmt: skip
+MEMORY = ["kept", "ring"]
 
 
 @pytest.fixture(autouse=True)
 def nothing_is_predicted(monkeypatch):
     """Such small groups would be left to torch."""
     nothing = Knowledge(None, {})
-    monkeypatch.setattr("counterpoint.fsdp.overlap.knowledge_of", lambda workspace: nothing)
+    monkeypatch.setattr("counterpoint.fsdp.overlapped.knowledge_of", lambda workspace: nothing)
 
 
 @pytest.fixture
@@ -36,13 +37,14 @@ def exact(monkeypatch):
     torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.parametrize("memory", MEMORY)
 @pytest.mark.parametrize("name", STEPS)
-def test_bits_are_torchs_on_2_gpus(gpus, exact, name):
+def test_bits_are_torchs_on_2_gpus(gpus, exact, name, memory):
     step, rank, ranks = STEPS[name], dist.get_rank(), dist.get_world_size()
     mesh = mesh_of(ranks, "cuda")
     want = trained(made(step, mesh), step, rank)
     model = made(step, mesh)
-    overlapped = cp.overlap(model, trial_steps=0)
+    overlapped = cp.overlap(model, trial_steps=0, memory=memory)
     got = trained(model, step, rank)
     assert overlapped.explain().count("gathered in place") == 5, overlapped.explain()
     if ranks == 2:
@@ -52,10 +54,11 @@ def test_bits_are_torchs_on_2_gpus(gpus, exact, name):
     overlapped.off()
 
 
-def test_copy_engines_move_all_of_it(gpus):
+@pytest.mark.parametrize("memory", MEMORY)
+def test_copy_engines_move_all_of_it(gpus, memory):
     ranks, rank = dist.get_world_size(), dist.get_rank()
     model = made(Step(), mesh_of(ranks, "cuda"))
-    overlapped = cp.overlap(model, trial_steps=0)
+    overlapped = cp.overlap(model, trial_steps=0, memory=memory)
     x = batch(rank, 0, gpus)
     for _ in range(2):
         model(x).float().square().mean().backward()
@@ -71,11 +74,12 @@ def test_copy_engines_move_all_of_it(gpus):
     overlapped.off()
 
 
-def test_a_captured_step_gathers_what_is_there_when_it_is_replayed(gpus):
+@pytest.mark.parametrize("memory", MEMORY)
+def test_a_captured_step_gathers_what_is_there_when_it_is_replayed(gpus, memory):
     ranks, rank = dist.get_world_size(), dist.get_rank()
     mesh = mesh_of(ranks, "cuda")
     theirs, ours = made(Step(), mesh), made(Step(), mesh)
-    overlapped = cp.overlap(ours, trial_steps=0)
+    overlapped = cp.overlap(ours, trial_steps=0, memory=memory)
     x = batch(rank, 0, gpus)
 
     def step(model):
@@ -112,13 +116,14 @@ def test_a_captured_step_gathers_what_is_there_when_it_is_replayed(gpus):
     overlapped.off()
 
 
-def test_late_ranks_change_no_bit(gpus, exact):
+@pytest.mark.parametrize("memory", MEMORY)
+def test_late_ranks_change_no_bit(gpus, exact, memory):
     ranks, rank = dist.get_world_size(), dist.get_rank()
     mesh, step = mesh_of(ranks, "cuda"), Step(steps=60, prefetch=1)
 
     def run(late):
         model = made(step, mesh)
-        overlapped = cp.overlap(model, trial_steps=0)
+        overlapped = cp.overlap(model, trial_steps=0, memory=memory)
         drawn = random.Random(3)
 
         def wait(*_):
@@ -143,7 +148,7 @@ def test_a_trial_measures_and_decides_alike_on_all_ranks(gpus):
     ranks, rank = dist.get_world_size(), dist.get_rank()
     model = made(Step(), mesh_of(ranks, "cuda"))
     overlapped = cp.overlap(model, trial_steps=8)
-    trained(model, Step(steps=72), rank)
+    trained(model, Step(steps=74), rank)  # two show what memory there is
     assert overlapped.verdict is not None
     found = [None] * ranks
     dist.all_gather_object(found, overlapped.verdict)

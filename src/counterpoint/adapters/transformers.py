@@ -9,7 +9,8 @@ DistributedConfig, before its first step: the callback then calls `counterpoint.
 from typing import Any
 
 from counterpoint.adapters.seams import taken
-from counterpoint.fsdp.overlap import Overlapped, overlap
+from counterpoint.fsdp.overlap import overlap
+from counterpoint.fsdp.overlapped import Overlapped
 from counterpoint.fsdp.torch_parts import states_of
 
 TESTED = "5.24.0"

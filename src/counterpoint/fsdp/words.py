@@ -19,15 +19,17 @@ from counterpoint.runtime.pads_cpu import wrapped
 from counterpoint.runtime.workspace import Workspace
 
 OP = "overlap"
-# what a word says of the rank that posts it; the last two are of an inbox each
-ENTERED, PUBLISHED, PUSHED, SUMMED = "entered", "published", "pushed", "summed"
-KINDS = (ENTERED, PUBLISHED, f"{PUSHED} 0", f"{PUSHED} 1", f"{SUMMED} 0", f"{SUMMED} 1")
-EPOCHS = ("publish", "inbox 0", "inbox 1")
+# what a word says of memory that is filled and read in turn: the rank that posts it no longer reads
+# what was there before, or has filled it anew
+FREE, FILLED = "free", "filled"
+SHARDS, INBOX, SLOT = "shards", "inbox", "slot"  # that memory; slots are counted: "slot 0"
 STEPS = {
-    ENTERED: "end the gathers before",
-    PUBLISHED: "publish its shards",
-    PUSHED: "push its gradients",
-    SUMMED: "sum the gradients before",
+    (SHARDS, FREE): "end the gathers before",
+    (SHARDS, FILLED): "publish its shards",
+    (SLOT, FREE): "end the gather before",
+    (SLOT, FILLED): "publish its shards",
+    (INBOX, FREE): "sum the gradients before",
+    (INBOX, FILLED): "push its gradients",
 }
 
 
@@ -35,29 +37,42 @@ class Signal(NamedTuple):
     """What a rank does at one place of a stream, in this order.
 
     Args:
-        epoch: of EPOCHS.
+        area: memory that is filled and read in turn; its epoch counts how often it was filled.
         advance: count one on.
-        post: let all peers know that this rank has come to the epoch: of KINDS, or "".
-        wait: until ranks have come to it: of KINDS, or "".
+        post: let all peers know FREE or FILLED of this epoch; "": nothing.
+        wait: until ranks have posted it; "": for nothing.
         ranks: those; empty: all peers.
     """
 
-    epoch: str
+    area: str
     advance: bool = False
     post: str = ""
     wait: str = ""
     ranks: tuple[int, ...] = ()
 
 
+class Pads:
+    """Where words lie on the pad of each rank: one of each kind and area from each rank."""
+
+    def __init__(self, areas: Sequence[str], ranks: int) -> None:
+        self.areas, self.ranks = {area: i for i, area in enumerate(areas)}, ranks
+        self.num_bytes = 4 * 2 * len(areas) * ranks
+
+    def at(self, area: str, kind: str, rank: int) -> int:
+        """The number of the word that `rank` posts."""
+        return (2 * self.areas[area] + (kind == FILLED)) * self.ranks + rank
+
+
 class CpuWords:
     """Of CPU ranks, whose host waits."""
 
-    def __init__(self, workspace: Workspace) -> None:
+    def __init__(self, workspace: Workspace, areas: Sequence[str]) -> None:
         self.workspace, self.rank = workspace, workspace.rank
-        memory = self.memory = workspace.allocate(4 * len(KINDS) * workspace.board.ranks)
+        self.places = Pads(areas, workspace.board.ranks)
+        memory = self.memory = workspace.allocate(self.places.num_bytes)
         self.pads = [memory.peer(r).view(torch.int32).numpy() for r in range(memory.world_size)]
         self.peers = tuple(r for r in range(memory.world_size) if r != self.rank)
-        self.epoch: dict[str, int] = dict.fromkeys(EPOCHS, 0)
+        self.epoch = dict.fromkeys(areas, 0)
 
     def __call__(self, signal: Signal, stream: Any) -> None:
         """Do it.
@@ -65,17 +80,17 @@ class CpuWords:
         Raises:
             PeerTimeoutError: a rank is dead, or too late.
         """
-        self.epoch[signal.epoch] += signal.advance
-        count = self.epoch[signal.epoch]
+        self.epoch[signal.area] += signal.advance
+        count = self.epoch[signal.area]
         if signal.post:
-            at = KINDS.index(signal.post) * len(self.pads) + self.rank
+            at = self.places.at(signal.area, signal.post, self.rank)
             for r in self.peers:
                 self.pads[r][at] = np.int32(wrapped(count))
         if signal.wait:
-            step = STEPS[signal.wait.partition(" ")[0]]
-            late = Late(self.workspace.board, Awaited(OP, step, signal.wait))
+            step = STEPS[signal.area.partition(" ")[0], signal.wait]
+            late = Late(self.workspace.board, Awaited(OP, step, f"{signal.area} {signal.wait}"))
             for r in signal.ranks or self.peers:
-                at = KINDS.index(signal.wait) * len(self.pads) + r
+                at = self.places.at(signal.area, signal.wait, r)
                 while wrapped(int(self.pads[self.rank][at]) - count) < 0:
                     late.wait(r)
             late.end()
@@ -84,18 +99,19 @@ class CpuWords:
 class CudaWords:
     """Of GPUs: one warp posts and waits on the stream."""
 
-    def __init__(self, workspace: Workspace) -> None:
+    def __init__(self, workspace: Workspace, areas: Sequence[str]) -> None:
         self.workspace, self.rank = workspace, workspace.rank
         workspace.open_pads()
         lanes = self.lanes = lanes_cuda.lanes_of(workspace)
         ranks = workspace.board.ranks
-        self.memory = workspace.allocate(4 * len(KINDS) * ranks)
+        self.places = Pads(areas, ranks)
+        self.memory = workspace.allocate(self.places.num_bytes)
         self.peers = tuple(r for r in range(ranks) if r != self.rank)
-        self.epoch = {name: lanes.words_and_stop(2) for name in EPOCHS}
+        self.epoch = {area: lanes.words_and_stop(2) for area in areas}
         self._launches: dict[Signal, Callable[[int], None]] = {}
         torch.cuda.synchronize(workspace.device)
         for advance in (False, True):  # compiled before a rank waits for another
-            self._compiled(Signal(EPOCHS[0], advance))
+            self._compiled(Signal(areas[0], advance))
 
     def __call__(self, signal: Signal, stream: Any) -> None:
         """Do it, behind what the stream does before."""
@@ -107,28 +123,25 @@ class CudaWords:
     def _compiled(self, signal: Signal) -> Callable[[int], None]:
         lanes, pads = self.lanes, self.memory.buffer_ptrs
         ranks = (signal.ranks or self.peers) if signal.wait else ()
-        posts = self._words(signal.post, self.peers if signal.post else (), pads, own=True)
-        waits = self._words(signal.wait, ranks, [pads[self.rank]] * len(pads), own=False)
-        tag = lanes.register(OP, "in place", ((signal.wait, ranks),))
+        posts = [pads[r] + self._at(signal, signal.post, self.rank)
+                 for r in self.peers if signal.post]  # fmt: skip
+        waits = [pads[self.rank] + self._at(signal, signal.wait, r) for r in ranks]
+        tag = lanes.register(OP, "in place", ((f"{signal.area} {signal.wait}", ranks),))
         kernel: Any = signal_kernel
         arguments = (
             lanes.tables.of(posts), len(posts), lanes.tables.of(waits), len(waits),
-            self.epoch[signal.epoch], lanes.fault, tag, int(self.workspace.timeout_s * 1e9),
+            self.epoch[signal.area], lanes.fault, tag, int(self.workspace.timeout_s * 1e9),
             signal.advance, MIN_LANES,
         )  # fmt: skip
         launch = kernel.warmup(*arguments, grid=(1,), num_warps=1)[(1, 1, 1)]
         return lambda stream: launch(*arguments, stream=stream)
 
-    def _words(
-        self, kind: str, ranks: Sequence[int], pads: Sequence[int], *, own: bool
-    ) -> list[int]:
-        """Addresses on the pads of ranks: each that rank's own word, or this rank's."""
-        if not kind:
-            return []
-        first = KINDS.index(kind) * len(pads)
-        return [pads[r] + 4 * (first + (self.rank if own else r)) for r in ranks]
+    def _at(self, signal: Signal, kind: str, rank: int) -> int:
+        """Bytes from the start of a pad to a word."""
+        return 4 * self.places.at(signal.area, kind, rank)
 
 
-def words_of(workspace: Workspace) -> CpuWords | CudaWords:
-    """The words of a group; all its ranks call this."""
-    return CudaWords(workspace) if workspace.device.type == "cuda" else CpuWords(workspace)
+def words_of(workspace: Workspace, areas: Sequence[str]) -> CpuWords | CudaWords:
+    """The words of a group, about these areas; all its ranks call this."""
+    kind = CudaWords if workspace.device.type == "cuda" else CpuWords
+    return kind(workspace, areas)

@@ -1,0 +1,239 @@
+"""Shards that are gathered in place.
+
+Each rank publishes its shards, in the dtype of the computation, in memory that its peers read. Copy
+engines pull each parameter from its owner to where the matmul reads it, once that owner has
+published: no copy in, no copy out. `Kept` publishes all shards once a step, in memory of their own.
+`InTurn` publishes a group's at each gather, where they are gathered to: it needs no memory.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from counterpoint.fsdp import torch_parts
+from counterpoint.fsdp.member import ALIGN, Member, Slot
+from counterpoint.fsdp.plan_shards import gather_plan, peers_in_order
+from counterpoint.fsdp.words import FILLED, FREE, SHARDS, SLOT, CpuWords, CudaWords, Signal
+from counterpoint.runtime.driver import Batch, Copy
+from counterpoint.runtime.workspace import Workspace
+
+
+class Gathers:
+    """The gathers of one shard group.
+
+    Args:
+        workspace: of the group.
+        members: equal on all ranks, laid out.
+        words: of its ranks.
+    """
+
+    def __init__(
+        self, workspace: Workspace, members: Sequence[Member], words: CpuWords | CudaWords
+    ) -> None:
+        self.workspace, self.members, self.words = workspace, members, words
+        self.device = torch_parts.device_module(workspace.device)
+        self.on_gpu = workspace.device.type == "cuda"
+        self.rank, self.ranks = workspace.rank, workspace.board.ranks
+        self.owners = peers_in_order(gather_plan(self.ranks), self.rank)
+
+    def begin(self) -> None:
+        """A forward of a root begins: shards may have changed since the last."""
+        raise NotImplementedError
+
+    def room(self, num_bytes: int) -> Slot:
+        """Memory to gather to. A collective call.
+
+        Raises:
+            OSError, torch.OutOfMemoryError, UnsupportedError: there is none.
+        """
+        raise NotImplementedError
+
+    def gather(self, member: Member, stream: Any, *, alone: bool, at_once: bool) -> Any:
+        """Gather a group; the event of its end.
+
+        Args:
+            alone: by hand, whatever was done to its shards before.
+            at_once: nothing goes on behind that event.
+        """
+        raise NotImplementedError
+
+    def changed(self, member: Member) -> bool:
+        """Whether its shards were written since they were published, or a forward began."""
+        return member.published != torch_parts.versions(member.g)
+
+    def write(self, members: Sequence[Member], targets: list[Tensor], stream: Any) -> None:
+        """Write shards to where peers read them."""
+        sources = [shard for member in members for shard in member.shards()]
+        for member in members:
+            member.published = torch_parts.versions(member.g)
+        with torch.no_grad(), self.device.stream(stream):
+            torch_parts.copy_all(targets, sources)
+
+    def pull(self, member: Member, r: int, ranks: Sequence[int], stream: Any) -> None:
+        """Have the shards of these ranks, as one batch of copies that is named by r."""
+        if self.on_gpu:
+            if r not in member.pulls:
+                member.pulls[r] = Batch.of([
+                    Copy(b.data_ptr() + owner * p.size, p.size, at, p.size, p.size, 1)
+                    for owner in ranks
+                    for p, b, at in zip(
+                        member.places, member.buffers, self.sources(member, owner), strict=True
+                    ) if p.size
+                ])  # fmt: skip
+            member.pulls[r].submit(stream.cuda_stream)
+            return
+        for owner in ranks:
+            theirs = self.shared(member)
+            start = theirs.buffer_ptrs[owner]
+            for fact, place, buffer, at in zip(
+                member.facts, member.places, member.buffers, self.sources(member, owner),
+                strict=True,
+            ):  # fmt: skip
+                part = theirs.peer(owner)[at - start : at - start + place.size]
+                # .data: with a version of its own, so that a gather is no change to autograd
+                own = buffer.data[owner * fact.numel : (owner + 1) * fact.numel]
+                own.copy_(part.view(fact.dtype))
+
+    def shared(self, member: Member) -> Any:
+        """The memory in which all ranks publish a group's shards."""
+        raise NotImplementedError
+
+    def sources(self, member: Member, r: int) -> list[int]:
+        """Addresses of a group's shards of rank r."""
+        raise NotImplementedError
+
+    def num_bytes(self) -> int:
+        """Of memory in which shards are published, and that nothing is gathered to."""
+        return 0
+
+    def release(self) -> None:
+        """Let go of that memory; nothing is gathered any more."""
+
+
+class Kept(Gathers):
+    """All shards are published once a step, in memory of their own."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        most = max(p.at + p.size for m in self.members for p in m.places)
+        self.shadow = self.workspace.allocate(max(most, ALIGN))
+        self.stale = True
+        self.heard: set[int] = set()  # ranks whose last publishing this one has waited for
+
+    def begin(self) -> None:
+        self.stale = True
+
+    def room(self, num_bytes: int) -> Slot:
+        memory = torch.empty(num_bytes, dtype=torch.uint8, device=self.workspace.device)
+        return Slot(memory)
+
+    def gather(self, member: Member, stream: Any, *, alone: bool, at_once: bool) -> Any:
+        others: list[Member] = []
+        if alone or (not self.stale and self.changed(member)):
+            stream.wait_stream(self.device.current_stream())
+            self._publish([member], stream)
+        elif self.stale and at_once:
+            self._publish(self.members, stream)
+            self.stale = False
+        elif self.stale:  # what is needed first, first: the others beside its computation
+            self._publish([member], stream)
+            self.stale, others = False, [m for m in self.members if m is not member]
+        for r in self.owners:
+            if r not in self.heard:
+                self.words(Signal(SHARDS, wait=FILLED, ranks=(r,)), stream)
+                self.heard.add(r)
+            # this rank's own shards are no batch of their own
+            self.pull(member, r, (r, self.rank) if r == self.owners[-1] else (r,), stream)
+        ended = stream.record_event()
+        if others:
+            self._publish(others, stream, more=True)
+        return ended
+
+    def _publish(self, members: Sequence[Member], stream: Any, *, more: bool = False) -> None:
+        """Write shards to where peers read them.
+
+        Args:
+            members: whose.
+            stream: of the gathers.
+            more: of the same step as those published before: no peer reads old ones any more.
+        """
+        meet = "" if more else FREE
+        self.words(Signal(SHARDS, advance=True, post=meet, wait=meet), stream)
+        own = self.shadow.local()
+        targets = [
+            own[place.at : place.at + place.size].view(fact.dtype)
+            for member in members
+            for fact, place in zip(member.facts, member.places, strict=True)
+        ]
+        self.write(members, targets, stream)
+        self.words(Signal(SHARDS, post=FILLED), stream)
+        self.heard = {self.rank}
+
+    def shared(self, member: Member) -> Any:
+        return self.shadow
+
+    def sources(self, member: Member, r: int) -> list[int]:
+        return [self.shadow.buffer_ptrs[r] + place.at for place in member.places]
+
+    def num_bytes(self) -> int:
+        return self.shadow.num_bytes
+
+    def release(self) -> None:
+        del self.shadow
+
+
+class InTurn(Gathers):
+    """A group's shards are published at each gather, in the memory that it is gathered to.
+
+    A rank writes its own shards where its own matmuls read them, and its peers read them there. The
+    next group is published there once all peers have read. As torch's own, a gather is collective.
+    """
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.slots = 0
+
+    def begin(self) -> None:
+        for member in self.members:  # FSDP2 has gathers wait for what was done before a forward
+            member.published = torch_parts.versions(member.g)
+
+    def room(self, num_bytes: int) -> Slot:
+        shared = self.workspace.allocate(max(num_bytes, ALIGN))
+        self.slots += 1
+        return Slot(shared.local(), shared, slot_area(self.slots - 1))
+
+    def gather(self, member: Member, stream: Any, *, alone: bool, at_once: bool) -> Any:
+        slot = member.slot
+        assert slot is not None
+        if alone or self.changed(member):
+            stream.wait_stream(self.device.current_stream())
+        self.words(Signal(slot.area, wait=FREE), stream)
+        targets = [
+            buffer.data[self.rank * fact.numel : (self.rank + 1) * fact.numel]
+            for fact, buffer in zip(member.facts, member.buffers, strict=True)
+        ]
+        self.write([member], targets, stream)
+        self.words(Signal(slot.area, advance=True, post=FILLED), stream)
+        for r in self.owners:
+            self.words(Signal(slot.area, wait=FILLED, ranks=(r,)), stream)
+            self.pull(member, r, (r,), stream)
+        self.words(Signal(slot.area, post=FREE), stream)
+        return stream.record_event()
+
+    def shared(self, member: Member) -> Any:
+        assert member.slot is not None
+        return member.slot.shared
+
+    def sources(self, member: Member, r: int) -> list[int]:
+        slot = member.slot
+        assert slot is not None and slot.shared is not None
+        own, theirs = (slot.shared.buffer_ptrs[rank] for rank in (self.rank, r))
+        places = zip(member.buffers, member.places, strict=True)
+        return [theirs + b.data_ptr() - own + r * p.size if p.size else theirs for b, p in places]
+
+
+def slot_area(number: int) -> str:
+    """The name of a slot in words."""
+    return f"{SLOT} {number}"

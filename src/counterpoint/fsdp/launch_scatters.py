@@ -1,0 +1,227 @@
+"""Gradients that are scattered in place.
+
+They are pushed from where autograd wrote them into the inbox of their owner, who sums them in fp32
+in rank order. A push waits until the sum of the push before has been made.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from counterpoint.errors import InputError
+from counterpoint.fsdp import torch_parts
+from counterpoint.fsdp.kernel_sum import sum_kernel
+from counterpoint.fsdp.member import Member, aligned
+from counterpoint.fsdp.plan_shards import peers_in_order, scatter_plan
+from counterpoint.fsdp.torch_parts import Fact
+from counterpoint.fsdp.words import FILLED, FREE, INBOX, CpuWords, CudaWords, Signal
+from counterpoint.runtime.driver import Batch, Copy
+from counterpoint.runtime.workspace import Workspace
+
+BLOCK = 4096  # elements of a program of the sum
+BITS = 32  # of a word of a mask
+MOST_PUSHES = 64  # batches that a group keeps ready
+
+Grads = Sequence[tuple[int, Tensor]]  # contiguous, with their parameters' places
+
+
+class Pushes(NamedTuple):
+    """A batch of copies whose sources begin somewhere else each time.
+
+    Args:
+        batch: its sources are offsets.
+        of: of each copy the number of what it is a part of.
+    """
+
+    batch: Batch
+    of: list[int]
+
+    def submit(self, starts: Sequence[int], stream: int) -> None:
+        """Enqueue it.
+
+        Args:
+            starts: addresses of those.
+            stream: raw.
+        """
+        offsets = self.batch.sources
+        sources = [starts[i] + at for i, at in zip(self.of, offsets, strict=True)]
+        self.batch._replace(sources=sources).submit(stream)
+
+
+class Scatters:
+    """The scatters of one shard group.
+
+    Args:
+        workspace: of the group.
+        members: those that scatter, equal on all ranks, laid out.
+        words: of its ranks.
+    """
+
+    def __init__(
+        self, workspace: Workspace, members: Sequence[Member], words: CpuWords | CudaWords
+    ) -> None:
+        self.workspace, self.words = workspace, words
+        self.groups = {m.index: m for m in members}
+        self.on_gpu = workspace.device.type == "cuda"
+        self.rank, self.ranks = workspace.rank, workspace.board.ranks
+        self.receivers = peers_in_order(scatter_plan(self.ranks), self.rank)
+        self.part_bytes = aligned(max(m.sent * m.grad_dtype.itemsize for m in members))
+        self.mask_words = 2  # the first names the group
+        while (self.mask_words - 1) * BITS < max(len(m.facts) for m in members):
+            self.mask_words *= 2
+        self.inbox = workspace.allocate(max(self.ranks * self.part_bytes, 1))
+        # which gradients each rank brings: a row a rank
+        self.masks = workspace.allocate(self.ranks * self.mask_words * 4)
+        fault = torch.zeros(2 + self.mask_words, dtype=torch.int32)
+        self.fault = fault.pin_memory() if self.on_gpu else fault
+        self._brought: dict[int, Tensor] = {}  # masks in device memory
+        self._pushes: dict[tuple[int, int], Pushes] = {}  # by receiver, and group and gradients
+        self._sums: dict[int, Any] = {}  # launches, by group
+
+    def scatter(self, member: Member, grads: Grads, divisor: float, stream: Any) -> Tensor:
+        """Push gradients to their owners, and sum what is this rank's.
+
+        Args:
+            member: whose.
+            grads: of its parameters that have one.
+            divisor: of the sum.
+            stream: the current one.
+
+        Returns:
+            Flat, in the dtype of the shards; `Member.parts` says where each parameter's is.
+
+        Raises:
+            InputError: ranks bring gradients of different parameters; on a GPU `check` says so.
+        """
+        words = self.words
+        words(Signal(INBOX, wait=FREE), stream)
+        mask = member.index + 1 | sum(1 << BITS + i for i, _ in grads)
+        if self.on_gpu:
+            self._push_by_copies(member, grads, mask, stream)
+        else:
+            for r in range(self.ranks):
+                self._push(member, grads, mask, r)
+        words(Signal(INBOX, advance=True, post=FILLED, wait=FILLED), stream)
+        sum_of = self._sum_by_kernel if self.on_gpu else self._sum
+        total = sum_of(member, divisor, stream)
+        words(Signal(INBOX, post=FREE), stream)
+        return total
+
+    def _push_by_copies(self, member: Member, grads: Grads, mask: int, stream: Any) -> None:
+        """To each rank the rows that it owns, and which parameters' they are."""
+        starts = [self._mask(mask).data_ptr(), *(t.data_ptr() for _, t in grads)]
+        for r in self.receivers:
+            pushes = self._pushes.get((r, mask))
+            if pushes is None:
+                if len(self._pushes) > MOST_PUSHES * len(self.groups):  # they come and go at random
+                    self._pushes.clear()
+                ranks = (r, self.rank) if r == self.receivers[-1] else (r,)
+                copies = [c for to in ranks for c in self._copies(member, grads, to)]
+                pushes = self._pushes[r, mask] = Pushes(
+                    Batch.of([copy for _, copy in copies]), [i for i, _ in copies]
+                )
+            pushes.submit(starts, stream.cuda_stream)
+
+    def _copies(self, member: Member, grads: Grads, r: int) -> list[tuple[int, Copy]]:
+        """The copies to one rank, whose sources are offsets in what has that number."""
+        item, row = member.grad_dtype.itemsize, 4 * self.mask_words
+        found = [(0, Copy(self.masks.buffer_ptrs[r] + self.rank * row, row, 0, row, row, 1))]
+        base = self.inbox.buffer_ptrs[r] + self.rank * self.part_bytes
+        for number, (i, _) in enumerate(grads, 1):
+            first, last = _rows(member.facts[i], r)
+            if size := (last - first) * item:
+                to = base + member.places[i].sent * item
+                found.append((number, Copy(to, size, first * item, size, size, 1)))
+        return found
+
+    def _push(self, member: Member, grads: Grads, mask: int, r: int) -> None:
+        """The rows that rank r owns, and which parameters' they are."""
+        row = 4 * self.mask_words
+        mine = self.masks.peer(r)[self.rank * row : (self.rank + 1) * row]
+        mine.copy_(self._mask(mask).view(torch.uint8))
+        part = self.inbox.peer(r)[self.rank * self.part_bytes : (self.rank + 1) * self.part_bytes]
+        inbox = part.view(member.grad_dtype)
+        for i, grad in grads:
+            first, last = _rows(member.facts[i], r)
+            sent = member.places[i].sent
+            inbox[sent : sent + last - first] = grad.view(-1)[first:last]
+
+    def _mask(self, mask: int) -> Tensor:
+        """A mask as words in device memory."""
+        found = self._brought.get(mask)
+        if found is None:
+            words = [mask >> BITS * i & 0xFFFFFFFF for i in range(self.mask_words)]
+            signed = [w - (1 << BITS) * (w >> BITS - 1) for w in words]
+            found = torch.tensor(signed, dtype=torch.int32, device=self.workspace.device)
+            self._brought[mask] = found
+        return found
+
+    def _came(self, member: Member) -> tuple[Tensor, int, Tensor]:
+        """What ranks have pushed: their parts, elements from one to the next, and masks."""
+        parts = self.inbox.local().view(member.grad_dtype)
+        masks = self.masks.local().view(torch.int32)
+        return parts, self.part_bytes // member.grad_dtype.itemsize, masks
+
+    def _sum_by_kernel(self, member: Member, divisor: float, stream: Any) -> Tensor:
+        """This rank's part of the sum of all ranks' gradients, in the dtype of its shards."""
+        dtype = torch_parts.grad_dtype(member.g)
+        out = torch.empty(member.sent, dtype=dtype, device=self.workspace.device)
+        sizes = self.ranks, self.mask_words, BLOCK
+        if member.index not in self._sums:
+            parts, stride, masks = self._came(member)
+            before = parts, member.sent, stride
+            after = masks, self.rank, self.fault, member.index
+            kernel: Any = sum_kernel
+            compiled = kernel.warmup(
+                parts, out, member.sent, stride, 1 / divisor, *after, *sizes, grid=(1,), num_warps=8
+            )
+            grid = (-(-member.sent // BLOCK), 1, 1)
+            self._sums[member.index] = before, after, compiled[grid]
+        (parts, sent, stride), after, launch = self._sums[member.index]
+        launch(
+            parts, out, sent, stride, 1 / divisor, *after, *sizes, stream=stream.cuda_stream
+        )  # fmt: skip
+        return out
+
+    def _sum(self, member: Member, divisor: float, stream: Any) -> Tensor:
+        """The same on CPU ranks."""
+        parts, stride, masks = self._came(member)
+        words = masks.view(self.ranks, -1)
+        for r in range(self.ranks):
+            differs = words[r] ^ words[self.rank]
+            if differs.any():
+                self.fault[0], self.fault[1] = member.index + 1, r
+                self.fault[2:] = differs
+                self.check()
+        total = torch.zeros(member.sent, dtype=torch.float32)
+        for r in range(self.ranks):
+            total += parts[r * stride : r * stride + member.sent]
+        return total.div_(divisor).to(torch_parts.grad_dtype(member.g))
+
+    def check(self) -> None:
+        """Say what is wrong with an earlier call, if something is.
+
+        Raises:
+            InputError: ranks brought gradients of different parameters.
+        """
+        found, r, other, *differs = self.fault.tolist()
+        if not found:
+            return
+        member = self.groups[found - 1]
+        bits = [w >> i & 1 for w in differs for i in range(BITS)]
+        names = [f.name for f, bit in zip(member.facts, bits, strict=False) if bit]
+        if other:  # a whole group has none on one of the two
+            names = [f"all of {torch_parts.name_of(member.g)} or of another group"]
+        want = f"equal on all ranks: rank {self.rank} or rank {r} alone has one"
+        fix = "let all ranks use the same parameters"
+        if hasattr(member.g, "reduce_scatter_unused_params"):
+            fix += ", or call set_reduce_scatter_unused_params(True)"
+        raise InputError("overlap", f"gradient of {', '.join(names)}", want=want,
+                         got="it on the other alone", fix=fix)  # fmt: skip
+
+
+def _rows(fact: Fact, r: int) -> tuple[int, int]:
+    """[first, last) elements of a gradient that rank r owns; of uneven rows the last have fewer."""
+    return min(r * fact.numel, fact.orig), min((r + 1) * fact.numel, fact.orig)

@@ -1,0 +1,501 @@
+"""A model of FSDP2 whose groups are gathered and scattered in place: set up once; each step."""
+
+from collections.abc import Hashable, Sequence
+from functools import partial
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from counterpoint.errors import InputError, UnsupportedError
+from counterpoint.fsdp import room, torch_parts
+from counterpoint.fsdp.found import FoundGroup
+from counterpoint.fsdp.launch_shards import Shards
+from counterpoint.fsdp.member import Member
+from counterpoint.fsdp.plan_shards import predicted
+from counterpoint.fsdp.torch_parts import Group, Hooks
+from counterpoint.fsdp.trial import Trial, Verdict
+from counterpoint.ops.auto import knowledge_of
+from counterpoint.runtime.workspace import Workspace, workspace_of
+
+OP = "overlap"
+Memory = Literal["auto", "kept", "ring"]
+
+
+class Overlapped:
+    """What `overlap` has done with a model.
+
+    Attributes:
+        found: its parameter groups; empty before its first forward.
+        verdict: what the trial on real steps has measured; None: not yet, or there is none.
+    """
+
+    def __init__(
+        self, model: nn.Module, *, slots: int, gather: bool, scatter: bool, trial_steps: int,
+        memory: Memory,
+    ) -> None:  # fmt: skip
+        self.found: list[FoundGroup] = []
+        self.verdict: Verdict | None = None
+        self._model, self._slots = model, slots
+        self._wants, self._trial_steps = (gather, scatter), trial_steps
+        self._memory: Memory = memory
+        self._watch = room.Watch()
+        self._states = torch_parts.states_of(model)
+        self._seen: set[int] = set()  # ids of states that FSDP2 had set up
+        self._captured = False  # the last forward of a root was in a capture
+        self._members: list[Member] = []
+        self._found: dict[int, FoundGroup] = {}  # by id of a member's group
+        self._shards: dict[int, Shards] = {}  # by id of a member's group
+        self._all: list[Shards] = []
+        self._held: tuple[Any, object] | None = None  # gradients that are pushed, until an event
+        self._trial: Trial | None = None
+        self._ours, self._reduced = True, False
+        self._key: list[Hashable] = []
+        self._state = "nothing yet: the model has not run"
+        torch_parts.watch_roots(self._states, self._begin)
+
+    def __str__(self) -> str:
+        return self.explain()
+
+    def explain(self) -> str:
+        """What is done with each group, why not more, and what the trial has measured."""
+        if not self.found:
+            return self._state
+        lines = [str(group) for group in self.found]
+        if self.verdict:
+            v = self.verdict
+            times = f"{v.as_is_ms:.2f} ms a step as is, {v.ours_ms:.2f} overlapped"
+            speedup = f"{v.as_is_ms / v.ours_ms:.2f}x, 95 % interval {v.low:.2f} to {v.high:.2f}"
+            lines.append(f"tried on {2 * v.pairs} steps: {times}: {speedup}")
+        elif self._trial:
+            lines.append("being tried on real steps, beside torch's own way")
+        if sizes := ", ".join(f"{n} {b / 2**20:.0f} MiB" for n, b in self.num_bytes().items() if b):
+            lines.append(f"memory of this rank: {sizes}")
+        lines.append(self._state)
+        return "\n".join(lines)
+
+    def num_bytes(self) -> dict[str, int]:
+        """Memory on this rank: what is published, inboxes, and gathered parameters."""
+        gathered = {b.data_ptr(): b.numel() * b.itemsize for m in self._members for b in m.buffers}
+        return {
+            "published": sum(s.num_bytes()[0] for s in self._all),
+            "inboxes": sum(s.num_bytes()[1] for s in self._all),
+            "gathered": sum(gathered.values()),
+        }
+
+    def off(self) -> None:
+        """Give everything back to torch, between two steps, on all ranks. It may be called again.
+
+        Raises:
+            PeerTimeoutError: a rank does not call it.
+        """
+        self._release()
+        for member in self._members:
+            member.hooks.take()
+        torch_parts.unwatch_roots(self._states)
+        for state in self._states:
+            state.__dict__.pop("_counterpoint_overlapped", None)
+        self._members.clear()
+        self._shards.clear()
+        self._found.clear()
+        self._trial = None
+        self._state = "off: torch's own way"
+
+    def _release(self) -> None:
+        """Let go of the memory that ranks share, once none of them uses it any more."""
+        self._drain()
+        for member in self._members:
+            device = self._shards[id(member.g)].device
+            torch_parts.drop_gathered(member.g, device.current_stream())
+        if self._all and self._all[0].on_gpu:
+            torch.cuda.synchronize()
+        for shards in self._all:
+            shards.workspace.gather(None)
+            shards.release()
+        self._all.clear()
+
+    # -- once, when FSDP2 has set itself up
+
+    def _watched(self, states: Sequence[Any]) -> bool:
+        """Whether it can be told by now how much memory there is."""
+        groups = [g for state in states for g in torch_parts.groups_of(state)]
+        if self._seen or self._memory != "auto" or not groups:
+            return True
+        if room.left(torch.device(groups[0].device)) is None:
+            return True
+        over = self._watch.over(groups)
+        for workspace in dict.fromkeys(_workspaces(groups)):  # set up by all ranks at a time
+            over = all(workspace.gather(over))
+        if over:
+            return True
+        self._state = (
+            f"not yet: after {room.STEPS} steps as they are, which show what memory is left"
+        )
+        return False
+
+    def _set_up(self, states: Sequence[Any]) -> None:
+        """Find and take what FSDP2 has set up by now: all groups, or those of one of several roots.
+
+        Raises:
+            InputError: models or settings differ by rank.
+            UnsupportedError: there is no memory for gathered parameters.
+        """
+        groups: list[Group] = []
+        for state in states:
+            groups += [g for g in torch_parts.groups_of(state) if not any(g is h for h in groups)]
+        found = [self._describe(g) for g in groups]
+        self._compare(groups, found)
+        self._seen |= {id(state) for state in states}
+        self.found += found
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()  # shared memory is no cached memory
+        sets: dict[Workspace, list[Member]] = {}
+        for g, each in zip(groups, found, strict=True):
+            if not each.why:
+                facts = [torch_parts.fact_of(p) for p in g.fsdp_params]
+                member = Member(g, facts, scatters=not each.why_scatter)
+                self._found[id(g)] = each
+                workspace = workspace_of(torch_parts.shard_group(g), torch.device(g.device))
+                sets.setdefault(workspace, []).append(member)
+        shared: list[Member] = []
+        for workspace, members in sets.items():
+            shared += self._share(workspace, members)
+        if shared:
+            self._take_slots(shared)
+        for member in shared:
+            self._install(member)
+        self._members += shared
+        self._state = "on" if self._members else "left to torch: no group qualifies"
+        if self._trial_steps and self._trial is None and shared:
+            self._trial = self._new_trial()
+
+    def _new_trial(self) -> Trial | None:
+        """A trial whose verdict all ranks hear; None: no shard group has all ranks."""
+        ranks = [{*dist.get_process_group_ranks(s.workspace.group)} for s in self._all]
+        for shards, mine in zip(self._all, ranks, strict=True):
+            if all(mine >= others for others in ranks):
+                return Trial(self._trial_steps, shards.workspace.gather, on_gpu=shards.on_gpu)
+        self._trial_steps = 0
+        return None
+
+    def _compare(self, groups: Sequence[Group], every: Sequence[FoundGroup]) -> None:
+        """Refuse models and settings that differ by rank.
+
+        Raises:
+            InputError: they do; on all ranks that share a group.
+        """
+        gather, scatter = self._wants
+        settings = {"slots": self._slots, "gather": gather, "scatter": scatter,
+                    "trial_steps": self._trial_steps, "memory": self._memory}  # fmt: skip
+        told: dict[Workspace, list[tuple[str, str]]] = {}
+        for g, found in zip(groups, every, strict=True):
+            for workspace in _workspaces([g]):
+                facts = told.setdefault(workspace, [(k, str(v)) for k, v in settings.items()])
+                facts.append(("model", _told(g, found)))
+        for workspace, facts in told.items():
+            everyone = [[*map(tuple, theirs)] for theirs in workspace.gather(facts)]
+            for r, theirs in enumerate(everyone):
+                for (name, here), (_, there) in zip(everyone[0], theirs, strict=False):
+                    if here != there:
+                        want = f"equal on all ranks, {here} as on rank 0"
+                        raise InputError(OP, name, want=want, got=f"{there} on rank {r}")
+                if len(theirs) != len(everyone[0]):
+                    want = f"equal on all ranks, {len(everyone[0])} facts as on rank 0"
+                    raise InputError(OP, "model", want=want, got=f"{len(theirs)} on rank {r}")
+
+    def _describe(self, g: Group) -> FoundGroup:
+        facts = [torch_parts.fact_of(p) for p in g.fsdp_params]
+        found = FoundGroup(torch_parts.name_of(g), len(facts), sum(f.orig for f in facts))
+        gather, scatter = self._wants
+        found.why = torch_parts.why_not_gathered(g) if gather else "gather=False"
+        found.why_scatter = torch_parts.why_not_scattered(g) if scatter else "scatter=False"
+        if not found.why_scatter and torch_parts.sums_in_own_dtype(g):
+            found.notes.append("torch would sum them in their own dtype, so bits differ")
+        return found
+
+    def _share(self, workspace: Workspace, members: Sequence[Member]) -> Sequence[Member]:
+        """Have the memory of one shard group; the members that have it. Else torch's way on all."""
+        of = self._found
+        why = "its ranks are on several hosts" if workspace.islands.number > 1 else ""
+        machine = None if why else knowledge_of(workspace).machine
+        for member in members if machine else ():
+            assert machine is not None
+            found = of[id(member.g)]
+            found.predicted = predicted(workspace.board.ranks, *member.sizes(), machine)
+            if found.predicted.slower:
+                found.why = f"predicted to be slower: {found.predicted}"
+        members = [m for m in members if not of[id(m.g)].why]
+        if not members:
+            return ()
+        try:
+            if not why:
+                shards = Shards(workspace, members, kept=self._keeps(workspace, members))
+                self._all.append(shards)
+                self._shards.update((id(m.g), shards) for m in members)
+                return members
+        except (OSError, torch.OutOfMemoryError, UnsupportedError) as error:
+            why = f"no memory that all ranks share: {error}"
+        for member in members:
+            of[id(member.g)].why = why
+        return ()
+
+    def _keeps(self, workspace: Workspace, members: Sequence[Member]) -> bool:
+        """Whether shards are published in memory of their own; equal on all ranks."""
+        if self._memory != "auto":
+            return self._memory == "kept"
+        need = sum(f.numel * f.dtype.itemsize for m in members for f in m.facts)
+        left = room.left(workspace.device)
+        fits = left is None or (self._watch.trained and left >= need)
+        return all(workspace.gather(fits))
+
+    def _take_slots(self, members: Sequence[Member]) -> None:
+        """Memory for gathered parameters: in turn where they are resharded, else their own."""
+        problem = ""
+        try:
+            kept = [m for m in members if self._shards[id(m.g)].kept]
+            sets = [
+                kept,
+                *([m for m in s.members if m in members] for s in self._all if not s.kept),
+            ]
+            for each in filter(None, sets):
+                self._take_slots_of(each)
+        except (OSError, torch.OutOfMemoryError, UnsupportedError) as error:
+            problem = f"no memory for gathered parameters: {error}"
+        for shards in self._all:
+            problem = next((p for p in shards.workspace.gather(problem) if p), "")
+        if problem:
+            raise UnsupportedError(f"{OP}: {problem}; call it with slots=1, or without")
+
+    def _take_slots_of(self, members: Sequence[Member]) -> None:
+        """Memory for some members that can use the same."""
+        gathers = self._shards[id(members[0].g)].gathers
+        turns = [m for m in members if not torch_parts.keeps_gathered(m.g)]
+        most = max((m.gathered_bytes for m in turns), default=0)
+        slots = [gathers.room(most) for _ in range(min(self._slots, len(turns)))]
+        for i, member in enumerate(turns):
+            member.gather_in(slots[i % len(slots)])
+        for member in members:
+            if member.slot is None:
+                self._settle(member, member.gathered_bytes)
+
+    def _install(self, member: Member) -> None:
+        shards = self._shards[id(member.g)]
+        methods = {
+            "unshard": partial(self._unshard, member, shards),
+            "wait_for_unshard": partial(self._wait, member, shards),
+            "_to_sharded": partial(self._to_sharded, member),
+            "post_backward": partial(self._post_backward, member, shards),
+        }
+        torch_parts.drop_gathered(member.g, shards.device.current_stream())
+        member.hooks = Hooks(member.g, methods, member.buffers)
+
+    # -- each step
+
+    def _begin(self, args: Any, kwargs: Any) -> None:
+        """A forward of a root begins: what was published is of no use any more."""
+        capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        new = [s for s in self._states if torch_parts.is_set_up(s) and id(s) not in self._seen]
+        if new and not capturing and self._watched(new):
+            self._set_up(new)
+        if not self._all:
+            return
+        if capturing or self._captured:  # events of a capture, or of before one, are waited for
+            self._held = None  # by nobody: FSDP2 has ordered the streams
+            for member in self._members:
+                if member.slot:
+                    member.slot.left = None
+        self._captured = capturing
+        self._drain()
+        for shards in self._all:
+            shards.gathers.begin()
+            if not capturing:
+                shards.check()
+        if capturing:
+            self._trial = None  # the way that it goes now is kept
+        elif self._trial and torch.is_grad_enabled():
+            self._try(_key_of(args, kwargs))
+
+    def _try(self, key: Hashable) -> None:
+        """One more step of the trial, where an optimizer step lies behind."""
+        assert self._trial is not None
+        if self._reduced or not self._key:
+            ours = self._trial.begin(tuple(self._key))
+            self._key, self._reduced = [], False
+            if ours is None:
+                self.verdict, self._trial = self._trial.verdict, None
+                assert self.verdict is not None
+                ours = self.verdict.ours
+                if not ours:
+                    self._state = "left to torch: overlapping was not faster beyond doubt"
+            self.switch(ours=ours)
+            if not ours and self.verdict:
+                self._release()
+        self._key.append(key)
+
+    def switch(self, *, ours: bool) -> None:
+        """Go our way or torch's from the next gather on, in the same memory."""
+        if ours != self._ours:
+            for member in self._members:  # what gathers there by now comes before
+                streams = torch_parts.streams(member.g)
+                if streams is not None:
+                    self._shards[id(member.g)].device.current_stream().wait_stream(streams[0])
+        self._ours = ours
+
+    def _drain(self) -> None:
+        """Let go of gradients that have been pushed."""
+        if self._held:
+            self._all[0].device.current_stream().wait_event(self._held[0])
+            self._held = None
+
+    def _unshard(self, member: Member, shards: Shards, async_op: bool = False) -> None:
+        g = member.g
+        if torch_parts.skips_gather(g):
+            return
+        if not self._ours or torch_parts.gathers_by_torch(g):
+            torch_parts.by_torch(g, "unshard", async_op)
+            return
+        streams = torch_parts.streams(g)
+        assert streams is not None, "a group is overlapped once FSDP2 has set itself up"
+        # where there is no room, this is a gather ahead: what needs it waits for it, see _wait
+        if self._take(member, streams[0], now=False):
+            self._gather(member, shards, streams[0])
+
+    def _gather(self, member: Member, shards: Shards, stream: Any) -> None:
+        ended = shards.gather(member, stream, at_once=self._captured)
+        torch_parts.gathering(member.g, ended)
+
+    def _take(self, member: Member, stream: Any, *, now: bool) -> bool:
+        """Have a place to gather to on a stream, the slot or memory of its own.
+
+        Args:
+            now: it is needed; else a gather on its way keeps its place.
+
+        Returns:
+            Whether there is one.
+
+        Raises:
+            UnsupportedError: it is needed, and there is none.
+        """
+        slot = member.slot
+        assert slot is not None
+        if slot.alone:
+            return True
+        holder, here = slot.holder, self._shards[id(member.g)].device.current_stream()
+        if holder is not None and holder is not member and not torch_parts.is_free(holder.g):
+            idle = torch_parts.is_idle(holder.g) and not holder.by_hand
+            if idle or (now and torch_parts.is_pending(holder.g)):
+                torch_parts.drop_gathered(holder.g, here)  # it is gathered again when it is needed
+            elif not member.uses and not torch_parts.has_gradients(member.g):
+                stream.wait_stream(here)  # the new memory may have been used there
+                self._move(member)
+                return True
+            elif now:
+                names = torch_parts.name_of(member.g), torch_parts.name_of(holder.g)
+                what = f"{names[0]} is needed while {names[1]} is in use"
+                raise UnsupportedError(f"{OP}: {what}; call it with more slots")
+            else:
+                return False
+        if slot.left is not None:
+            stream.wait_event(slot.left)
+        slot.holder = member
+        return True
+
+    def _move(self, member: Member) -> None:
+        """Give a group memory of its own; no graph holds its gathered parameters."""
+        self._settle(member, member.gathered_bytes)
+        member.hooks.move(member.buffers)
+        found = self._found[id(member.g)]
+        found.notes.append("more groups are gathered at a time than there are slots")
+
+    def _settle(self, member: Member, num_bytes: int) -> None:
+        """Memory of its own for a group."""
+        gathers = self._shards[id(member.g)].gathers
+        slot = gathers.room(num_bytes)
+        slot.alone = self._found[id(member.g)].kept = True
+        member.gather_in(slot)
+
+    def _wait(self, member: Member, shards: Shards) -> None:
+        g, here = member.g, shards.device.current_stream()
+        streams = torch_parts.streams(g)
+        assert streams is not None
+        if torch_parts.is_sharded(g):
+            member.by_hand = torch_parts.is_outside(g)
+        if torch_parts.is_forward(g) and not torch_parts.in_backward():
+            member.uses += 1
+        if torch_parts.is_pending(g) and not torch_parts.is_ours(g):
+            self._take(member, here, now=True)
+            torch_parts.by_torch(g, "wait_for_unshard")
+            return
+        if not torch_parts.is_pending(g) and torch_parts.is_sharded(g) and self._ours:
+            if torch_parts.skips_gather(g):  # not wanted in this backward
+                return
+            self._take(member, streams[0], now=True)
+            self._gather(member, shards, streams[0])
+        if torch_parts.is_pending(g):
+            if (event := torch_parts.gather_event(g)) is not None:  # CPU ranks have none
+                here.wait_event(event)
+            torch_parts.use_gathered(g)
+
+    def _to_sharded(self, member: Member) -> None:
+        g = member.g
+        was = not torch_parts.is_sharded(g)
+        torch_parts.to_sharded(g)
+        if was and member.slot is not None:
+            device = self._shards[id(g)].device
+            member.slot.left = device.current_stream().record_event()
+
+    def _post_backward(self, member: Member, shards: Shards, *given: Any) -> None:
+        g = member.g
+        self._reduced = self._reduced or g.reduce_grads
+        member.uses = max(0, member.uses - 1)
+        unfrozen = any(
+            trains and place.sent < 0
+            for trains, place in zip(torch_parts.trains(g), member.places, strict=True)
+        )
+        ours = self._ours and member.scatters and not unfrozen
+        if not ours or torch_parts.reduces_by_torch(g):
+            torch_parts.by_torch(g, "post_backward", *given)
+            return
+        grads = [
+            (i, t if t.is_contiguous() else t.contiguous()) for i, t in torch_parts.begin_reduce(g)
+        ]
+        if not grads:
+            return
+        streams, device = torch_parts.streams(g), shards.device
+        assert streams is not None
+        here, stream = device.current_stream(), streams[1]
+        self._drain()
+        stream.wait_stream(here)
+        with device.stream(stream):
+            total = shards.scatter(member, grads, stream)
+        if torch_parts.is_replicated(g):
+            streams[2].wait_stream(stream)
+            stream = streams[2]
+        with device.stream(stream):
+            if torch_parts.is_replicated(g):
+                torch_parts.sum_over_replicas(g, total)
+            reduced = member.parts(total, [i for i, _ in grads])
+            ended = torch_parts.give_gradients(g, reduced, stream.record_event)
+        torch_parts.note_reduced(g, stream, ended)
+        self._held = ended, (grads, total)
+
+
+def _workspaces(groups: Sequence[Group]) -> list[Workspace]:
+    """Of the ranks that share each, where there are several."""
+    ranks = [(g, torch_parts.shard_group(g)) for g in groups]
+    return [workspace_of(r, torch.device(g.device)) for g, r in ranks if r and r.size() > 1]
+
+
+def _told(g: Group, found: FoundGroup) -> str:
+    """What ranks compare of a group."""
+    facts = (torch_parts.fact_of(p) for p in g.fsdp_params)
+    each = ", ".join(f"{f.name} {f.orig} {f.dtype} {'trained' * f.trains}" for f in facts)
+    return "; ".join([f"{found.name}: {each}", *filter(None, (found.why, found.why_scatter))])
+
+
+def _key_of(args: Any, kwargs: Any) -> Hashable:
+    """Shapes of what a forward is given."""
+    leaves = tree_leaves((args, kwargs))
+    return tuple(tuple(t.shape) for t in leaves if isinstance(t, Tensor))
