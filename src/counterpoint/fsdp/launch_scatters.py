@@ -4,7 +4,7 @@ They are pushed from where autograd wrote them into the inbox of their owner, wh
 in rank order. A push waits until the sum of the push before has been made.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -64,28 +64,34 @@ class Scatters:
     ) -> None:
         self.workspace, self.words = workspace, words
         self.groups = {m.index: m for m in members}
+        self._most = max(m.sent for m in members)  # elements of a rank's part
         self.on_gpu = workspace.device.type == "cuda"
         self.rank, self.ranks = workspace.rank, workspace.board.ranks
         self.receivers = peers_in_order(scatter_plan(self.ranks), self.rank)
-        self.part_bytes = aligned(max(m.sent * m.grad_dtype.itemsize for m in members))
         self.mask_words = 2  # the first names the group
         while (self.mask_words - 1) * BITS < max(len(m.facts) for m in members):
             self.mask_words *= 2
-        self.inbox = workspace.allocate(max(self.ranks * self.part_bytes, 1))
+        self._make(max(m.sent * m.grad_dtype.itemsize for m in members))
         # which gradients each rank brings: a row a rank
         self.masks = workspace.allocate(self.ranks * self.mask_words * 4)
         fault = torch.zeros(2 + self.mask_words, dtype=torch.int32)
         self.fault = fault.pin_memory() if self.on_gpu else fault
         self._brought: dict[int, Tensor] = {}  # masks in device memory
-        self._pushes: dict[tuple[int, int], Pushes] = {}  # by receiver, and group and gradients
-        self._sums: dict[int, Any] = {}  # launches, by group
+
+    def _make(self, part_bytes: int) -> None:
+        """Memory for a part from each rank. A collective call."""
+        self.part_bytes = aligned(part_bytes)
+        self.inbox = self.workspace.allocate(max(self.ranks * self.part_bytes, 1))
+        # both by group, and by the dtype of gradients
+        self._pushes: dict[Hashable, Pushes] = {}  # by receiver, and which gradients there are
+        self._sums: dict[Hashable, Any] = {}  # launches
 
     def scatter(self, member: Member, grads: Grads, divisor: float, stream: Any) -> Tensor:
         """Push gradients to their owners, and sum what is this rank's.
 
         Args:
             member: whose.
-            grads: of its parameters that have one.
+            grads: of its parameters that have one, all of one dtype, which all ranks have.
             divisor: of the sum.
             stream: the current one.
 
@@ -95,7 +101,9 @@ class Scatters:
         Raises:
             InputError: ranks bring gradients of different parameters; on a GPU `check` says so.
         """
-        words = self.words
+        words, dtype = self.words, grads[0][1].dtype
+        if self._most * dtype.itemsize > self.part_bytes:
+            self._make(self._most * dtype.itemsize)  # kept in fp32 by backwards before
         words(Signal(INBOX, wait=FREE), stream)
         mask = member.index + 1 | sum(1 << BITS + i for i, _ in grads)
         if self.on_gpu:
@@ -105,28 +113,29 @@ class Scatters:
                 self._push(member, grads, mask, r)
         words(Signal(INBOX, advance=True, post=FILLED, wait=FILLED), stream)
         sum_of = self._sum_by_kernel if self.on_gpu else self._sum
-        total = sum_of(member, divisor, stream)
+        total = sum_of(member, dtype, divisor, stream)
         words(Signal(INBOX, post=FREE), stream)
         return total
 
     def _push_by_copies(self, member: Member, grads: Grads, mask: int, stream: Any) -> None:
         """To each rank the rows that it owns, and which parameters' they are."""
         starts = [self._mask(mask).data_ptr(), *(t.data_ptr() for _, t in grads)]
+        item = grads[0][1].itemsize
         for r in self.receivers:
-            pushes = self._pushes.get((r, mask))
+            pushes = self._pushes.get((r, mask, item))
             if pushes is None:
                 if len(self._pushes) > MOST_PUSHES * len(self.groups):  # they come and go at random
                     self._pushes.clear()
                 ranks = (r, self.rank) if r == self.receivers[-1] else (r,)
                 copies = [c for to in ranks for c in self._copies(member, grads, to)]
-                pushes = self._pushes[r, mask] = Pushes(
+                pushes = self._pushes[r, mask, item] = Pushes(
                     Batch.of([copy for _, copy in copies]), [i for i, _ in copies]
                 )
             pushes.submit(starts, stream.cuda_stream)
 
     def _copies(self, member: Member, grads: Grads, r: int) -> list[tuple[int, Copy]]:
         """The copies to one rank, whose sources are offsets in what has that number."""
-        item, row = member.grad_dtype.itemsize, 4 * self.mask_words
+        item, row = grads[0][1].itemsize, 4 * self.mask_words
         found = [(0, Copy(self.masks.buffer_ptrs[r] + self.rank * row, row, 0, row, row, 1))]
         base = self.inbox.buffer_ptrs[r] + self.rank * self.part_bytes
         for number, (i, _) in enumerate(grads, 1):
@@ -142,7 +151,7 @@ class Scatters:
         mine = self.masks.peer(r)[self.rank * row : (self.rank + 1) * row]
         mine.copy_(self._mask(mask).view(torch.uint8))
         part = self.inbox.peer(r)[self.rank * self.part_bytes : (self.rank + 1) * self.part_bytes]
-        inbox = part.view(member.grad_dtype)
+        inbox = part.view(grads[0][1].dtype)
         for i, grad in grads:
             first, last = _rows(member.facts[i], r)
             sent = member.places[i].sent
@@ -158,19 +167,20 @@ class Scatters:
             self._brought[mask] = found
         return found
 
-    def _came(self, member: Member) -> tuple[Tensor, int, Tensor]:
+    def _came(self, dtype: torch.dtype) -> tuple[Tensor, int, Tensor]:
         """What ranks have pushed: their parts, elements from one to the next, and masks."""
-        parts = self.inbox.local().view(member.grad_dtype)
-        masks = self.masks.local().view(torch.int32)
-        return parts, self.part_bytes // member.grad_dtype.itemsize, masks
+        parts, masks = self.inbox.local().view(dtype), self.masks.local().view(torch.int32)
+        return parts, self.part_bytes // dtype.itemsize, masks
 
-    def _sum_by_kernel(self, member: Member, divisor: float, stream: Any) -> Tensor:
+    def _sum_by_kernel(
+        self, member: Member, dtype: torch.dtype, divisor: float, stream: Any
+    ) -> Tensor:
         """This rank's part of the sum of all ranks' gradients, in the dtype of its shards."""
-        dtype = torch_parts.grad_dtype(member.g)
-        out = torch.empty(member.sent, dtype=dtype, device=self.workspace.device)
+        own, key = torch_parts.grad_dtype(member.g), (member.index, dtype)
+        out = torch.empty(member.sent, dtype=own, device=self.workspace.device)
         sizes = self.ranks, self.mask_words, BLOCK
-        if member.index not in self._sums:
-            parts, stride, masks = self._came(member)
+        if key not in self._sums:
+            parts, stride, masks = self._came(dtype)
             before = parts, member.sent, stride
             after = masks, self.rank, self.fault, member.index
             kernel: Any = sum_kernel
@@ -178,16 +188,16 @@ class Scatters:
                 parts, out, member.sent, stride, 1 / divisor, *after, *sizes, grid=(1,), num_warps=8
             )
             grid = (-(-member.sent // BLOCK), 1, 1)
-            self._sums[member.index] = before, after, compiled[grid]
-        (parts, sent, stride), after, launch = self._sums[member.index]
+            self._sums[key] = before, after, compiled[grid]
+        (parts, sent, stride), after, launch = self._sums[key]
         launch(
             parts, out, sent, stride, 1 / divisor, *after, *sizes, stream=stream.cuda_stream
         )  # fmt: skip
         return out
 
-    def _sum(self, member: Member, divisor: float, stream: Any) -> Tensor:
+    def _sum(self, member: Member, dtype: torch.dtype, divisor: float, stream: Any) -> Tensor:
         """The same on CPU ranks."""
-        parts, stride, masks = self._came(member)
+        parts, stride, masks = self._came(dtype)
         words = masks.view(self.ranks, -1)
         for r in range(self.ranks):
             differs = words[r] ^ words[self.rank]

@@ -449,6 +449,8 @@ class Overlapped:
     def _post_backward(self, member: Member, shards: Shards, *given: Any) -> None:
         g = member.g
         self._reduced = self._reduced or g.reduce_grads
+        wide = member.wide and g.reduce_grads
+        member.wide = not g.reduce_grads and torch_parts.widens(g, member.grad_dtype)
         member.uses = max(0, member.uses - 1)
         unfrozen = any(
             trains and place.sent < 0
@@ -459,7 +461,7 @@ class Overlapped:
             torch_parts.by_torch(g, "post_backward", *given)
             return
         grads = [
-            (i, t if t.is_contiguous() else t.contiguous()) for i, t in torch_parts.begin_reduce(g)
+            (i, (t.float() if wide else t).contiguous()) for i, t in torch_parts.begin_reduce(g)
         ]
         if not grads:
             return

@@ -281,10 +281,14 @@ def keeps_gathered(g: Group) -> bool:
 
 def reduces_by_torch(g: Group) -> bool:
     """Whether FSDP2 itself must take the gradients of this backward."""
-    accumulated = any(p.unsharded_accumulated_grad is not None for p in g.fsdp_params)
     own = type(g._reduce_scatter_comm).__name__ != "DefaultReduceScatter"
     partial = is_replicated(g) and not (g.all_reduce_grads and g._partial_reduce_output is None)
-    return not g.reduce_grads or accumulated or partial or own or g._all_reduce_hook is not None
+    return not g.reduce_grads or partial or own or g._all_reduce_hook is not None
+
+
+def widens(g: Group, dtype: torch.dtype) -> bool:
+    """Whether backwards that reduce nothing keep gradients of a dtype in another one."""
+    return g._reduce_dtype not in (None, dtype)
 
 
 def gathers_by_torch(g: Group) -> bool:
@@ -309,14 +313,21 @@ def has_gradients(g: Group) -> bool:
 
 
 def begin_reduce(g: Group) -> list[tuple[int, Tensor]]:
-    """Take the gradients that autograd has made, with their parameters' places, and reshard."""
+    """Take the gradients that autograd has made, with their parameters' places, and reshard.
+
+    Of backwards before that did not reduce, too: those are in the dtype of reductions.
+    """
     assert TrainingState is not None
     g._training_state = TrainingState.POST_BACKWARD
     found: list[tuple[int, Tensor]] = []
     for i, p in enumerate(g.fsdp_params):
         if not hasattr(p, "_unsharded_param"):
             continue
-        if p.unsharded_param.grad is not None:
+        p.accumulate_unsharded_grad_if_needed()
+        if p.unsharded_accumulated_grad is not None:
+            found.append((i, p.unsharded_accumulated_grad_data))
+            p.unsharded_accumulated_grad = None
+        elif p.unsharded_param.grad is not None:
             found.append((i, p.unsharded_grad_data))
             p.unsharded_param.grad = None
         elif getattr(g, "reduce_scatter_unused_params", False) and p.unsharded_param.requires_grad:
