@@ -1,0 +1,32 @@
+"""Training steps of FSDP2 models as benchmarks run them, on CPU ranks and small."""
+
+from unittest import mock
+
+import pytest
+import torch
+from on_ranks import on_ranks
+from torch.distributed.distributed_c10d import _get_default_group as world
+
+from benchmarks import fsdp, fsdp_models
+from benchmarks.declare import Bench
+
+
+@on_ranks(2)
+def test_all_arms_of_a_step(rank: int, ranks: int):
+    for case in (fsdp.case_of("eager", 16, width="toy"),
+                 fsdp.case_of("eager", 16, width="toy", adamw=True, memory="ring")):  # fmt: skip
+        rows = fsdp.rows(case, Bench(world(), torch.device("cpu"), rounds=2))
+        assert [row["arm"] for row in rows] == [fsdp.AS_IS, fsdp.COMPUTE, fsdp.OURS, fsdp.ZERO2]
+        assert all(len(row["rounds_ms"]) == 2 and row["gradients_off"] == 0 for row in rows)
+
+
+@pytest.mark.drawn(4)
+@pytest.mark.parametrize("name", fsdp_models.MODELS)
+@on_ranks(2)
+def test_losses_of_a_model_are_torchs(rank: int, ranks: int, name: str):
+    """While both ways take turns; on two ranks every bit is torch's."""
+    bench = Bench(world(), torch.device("cpu"), rounds=1)
+    with mock.patch.object(fsdp_models, "MOST_STEPS", 10):
+        as_is, ours = fsdp_models.rows(fsdp_models.case_of(name, toy=True), bench)
+    assert as_is["loss_off"] == ours["loss_off"] == 0
+    assert ours["left"] == 0 < ours["groups"]
