@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -18,6 +19,9 @@ pytest_plugins = ["drawing"]
 # a shell that starts a command behind its back lets it ignore Ctrl-C; tests send it to processes
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# else Inductor tries what vectors this CPU has in each process and for each cache: five seconds
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 
 # the same examples in each run, however slow the machine is
 settings.register_profile(

@@ -40,8 +40,9 @@ from counterpoint.runtime.ranks import (
 Ts = TypeVarTuple("Ts")
 
 # imported once, before the workers are forked; pytest since multiprocessing imports the main
-# module in each, inductor since use_deterministic_algorithms does (0.9 s)
-PRELOAD = ["pytest", "numpy", "torch", "torch.distributed", "torch._inductor.config"]
+# module in each, inductor's configuration since use_deterministic_algorithms does (0.9 s)
+PRELOAD = ["pytest", "numpy", "torch", "torch.distributed", "torch._inductor.config",
+           "torch._inductor.compile_fx"]  # fmt: skip
 
 TIMEOUT_S = 900.0  # only ends what hangs: no run takes as long, however slow the machine
 
