@@ -1,11 +1,15 @@
-"""Triton's interpreter, without what it does again at each call of a function inside a kernel.
+"""Triton's interpreter, without what it does again and again.
 
-For such a call it looks through all members of triton.language and patches those that are
-built in, though the launch around it has done so. That is half the time of an interpreted kernel.
+At each call of a function inside a kernel it looks through all members of triton.language and
+patches those that are built in, though the launch around it has done so: half the time of an
+interpreted kernel. It computes whether integers overflow, for an assertion that it then leaves out:
+a fifth. And it makes the same shapes and types for each intermediate result.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
+from math import prod
 from typing import Any
 
 import triton.language as tl
@@ -15,7 +19,16 @@ INTERPRETER: Any = interpreter
 
 
 def install() -> None:
-    """Have this process patch triton.language once a launch."""
+    """Have this process interpret kernels so."""
+    _patch_once()
+    _remember_types()
+    builder = INTERPRETER.interpreter_builder
+    assert not builder.options.debug  # then it would assert that nothing overflows
+    builder.options = replace(builder.options, sanitize_overflow=False)
+
+
+def _patch_once() -> None:
+    """Patch triton.language once a launch."""
     patch_all: Callable[[Any], Any] = INTERPRETER._patch_lang
     patched = set[str]()  # modules, by the launch that is under way
 
@@ -47,3 +60,39 @@ def install() -> None:
                 INTERPRETER._patch_attr(package, name, member, builder, scope)
 
     INTERPRETER._patch_lang, INTERPRETER._patch_builtin = patch_lang, patch_builtin
+
+
+def _remember_types() -> None:
+    """Make the type and the shape of an intermediate result once each."""
+    core: Any = tl.core
+    make_block: Callable[..., None] = core.block_type.__init__
+    types: dict[tuple[str, tuple[int, ...]], dict[str, Any]] = {}
+    shapes: dict[tuple[int, ...], tuple[Any, Any]] = {}
+
+    def block(self: Any, element_ty: Any, shape: Any) -> None:
+        sizes = tuple(getattr(size, "value", size) for size in shape)
+        known = types.get((element_ty.name, sizes))
+        if known is None:
+            make_block(self, element_ty, shape)
+            types[element_ty.name, sizes] = dict(vars(self))
+        else:
+            self.__dict__.update(known)
+
+    def tensor(self: Any, handle: Any, type: Any) -> None:  # as it is called
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        sizes = tuple(type.shape) if type.is_block() else ()
+        if sizes not in shapes:
+            shapes[sizes] = core.tuple([*map(core.constexpr, sizes)]), core.constexpr(prod(sizes))
+        self.shape, self.numel = shapes[sizes]
+
+    numpy_type: Callable[[Any], Any] = INTERPRETER._get_np_dtype
+    numpy_types: dict[str, Any] = {}
+
+    def np_dtype(of: Any) -> Any:
+        found = numpy_types.get(of.name)
+        if found is None:
+            found = numpy_types[of.name] = numpy_type(of)
+        return found
+
+    core.block_type.__init__, core.tensor.__init__ = block, tensor
+    INTERPRETER._get_np_dtype = np_dtype
