@@ -200,6 +200,8 @@ class InTurn(Gathers):
             member.published = torch_parts.versions(member.g)
 
     def room(self, num_bytes: int) -> Slot:
+        if self.on_gpu:
+            torch.cuda.empty_cache()  # shared memory is no cached memory
         shared = self.workspace.allocate(max(num_bytes, ALIGN))
         self.slots += 1
         return Slot(shared.local(), shared, slot_area(self.slots - 1))

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from counterpoint.errors import InputError
+from counterpoint.errors import InputError, UnsupportedError
 from counterpoint.fsdp import torch_parts
 from counterpoint.fsdp.kernel_sum import sum_kernel
 from counterpoint.fsdp.member import Member, aligned
@@ -80,11 +80,25 @@ class Scatters:
 
     def _make(self, part_bytes: int) -> None:
         """Memory for a part from each rank. A collective call."""
-        self.part_bytes = aligned(part_bytes)
-        self.inbox = self.workspace.allocate(max(self.ranks * self.part_bytes, 1))
+        part_bytes = aligned(part_bytes)
+        self.inbox = self.workspace.allocate(max(self.ranks * part_bytes, 1))
+        self.part_bytes = part_bytes
         # both by group, and by the dtype of gradients
         self._pushes: dict[Hashable, Pushes] = {}  # by receiver, and which gradients there are
         self._sums: dict[Hashable, Any] = {}  # launches
+
+    def widen(self) -> str:
+        """Have room for gradients in fp32. A collective call; why there is none, or ""."""
+        if self._most * 4 <= self.part_bytes:
+            return ""
+        try:
+            self.workspace.refuse_growth("the first gradients that are kept in fp32")
+            if self.on_gpu:
+                torch.cuda.empty_cache()  # shared memory is no cached memory
+            self._make(self._most * 4)
+        except (OSError, torch.OutOfMemoryError, UnsupportedError) as error:
+            return f"no memory for gradients in fp32: {error}"
+        return ""
 
     def scatter(self, member: Member, grads: Grads, divisor: float, stream: Any) -> Tensor:
         """Push gradients to their owners, and sum what is this rank's.
@@ -102,8 +116,6 @@ class Scatters:
             InputError: ranks bring gradients of different parameters; on a GPU `check` says so.
         """
         words, dtype = self.words, grads[0][1].dtype
-        if self._most * dtype.itemsize > self.part_bytes:
-            self._make(self._most * dtype.itemsize)  # kept in fp32 by backwards before
         words(Signal(INBOX, wait=FREE), stream)
         mask = member.index + 1 | sum(1 << BITS + i for i, _ in grads)
         if self.on_gpu:
@@ -161,6 +173,7 @@ class Scatters:
         """A mask as words in device memory."""
         found = self._brought.get(mask)
         if found is None:
+            self.workspace.refuse_growth("gradients of other parameters than before")
             words = [mask >> BITS * i & 0xFFFFFFFF for i in range(self.mask_words)]
             signed = [w - (1 << BITS) * (w >> BITS - 1) for w in words]
             found = torch.tensor(signed, dtype=torch.int32, device=self.workspace.device)
@@ -180,6 +193,7 @@ class Scatters:
         out = torch.empty(member.sent, dtype=own, device=self.workspace.device)
         sizes = self.ranks, self.mask_words, BLOCK
         if key not in self._sums:
+            self.workspace.refuse_growth("the first gradients of a group")
             parts, stride, masks = self._came(dtype)
             before = parts, member.sent, stride
             after = masks, self.rank, self.fault, member.index

@@ -21,7 +21,7 @@ class Shards:
     """
 
     def __init__(self, workspace: Workspace, members: Sequence[Member], *, kept: bool) -> None:
-        self.workspace, self.members, self.kept = workspace, members, kept
+        self.workspace, self.members, self.kept = workspace, list(members), kept
         self.device: Any = torch_parts.device_module(workspace.device)
         self.on_gpu = workspace.device.type == "cuda"
         at = 0
@@ -30,9 +30,14 @@ class Shards:
         # each member may come to have memory of its own, beside a slot that it leaves
         slots = [] if kept else [slot_area(i) for i in range(2 * len(members))]
         words = words_of(workspace, (*([SHARDS] if kept else slots), INBOX))
-        self.gathers: Gathers = (Kept if kept else InTurn)(workspace, members, words)
+        self.gathers: Gathers = (Kept if kept else InTurn)(workspace, self.members, words)
         scattered = [m for m in members if m.sent]
         self.scatters = Scatters(workspace, scattered, words) if scattered else None
+        self.why_not_wide = ""  # why gradients in fp32 are left to torch
+
+    def keep(self, members: Sequence[Member]) -> None:
+        """Have these alone from now on; equal on all ranks."""
+        self.members[:] = members
 
     def gather(self, member: Member, stream: Any, *, at_once: bool) -> Any:
         """Gather a group; the event of its end.

@@ -47,7 +47,6 @@ class Member:
         self.buffers: list[Tensor] = []  # in the slot, one a parameter
         self.pulls: dict[int, Batch] = {}  # by owner
         self.hooks: Any = None
-        self.uses = 0  # graphs of autograd that hold its gathered parameters, as far as known
         self.wide = False  # backwards before have kept gradients in fp32
         self.by_hand = False  # gathered by a user, who reads its parameters
         self.published: list[tuple[int, int, int]] = []  # versions of its shards then

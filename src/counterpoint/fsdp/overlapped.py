@@ -90,10 +90,17 @@ class Overlapped:
 
         Raises:
             PeerTimeoutError: a rank does not call it.
+            UnsupportedError: a forward has no backward yet, on all ranks that share a group.
         """
+        saved = any(torch_parts.is_saved(member.g) for member in self._members)
+        for shards in {id(s): s for s in self._shards.values()}.values():
+            saved = any(shards.workspace.gather(saved))
+        if saved:
+            what = "off() while a graph holds gathered parameters"
+            raise UnsupportedError(f"{OP}: {what}; call it behind the backward")
         self._release()
         for member in self._members:
-            member.hooks.take()
+            member.hooks.take(member.buffers)
         torch_parts.unwatch_roots(self._states)
         for state in self._states:
             state.__dict__.pop("_counterpoint_overlapped", None)
@@ -118,29 +125,37 @@ class Overlapped:
 
     # -- once, when FSDP2 has set itself up
 
-    def _watched(self, states: Sequence[Any]) -> bool:
-        """Whether it can be told by now how much memory there is."""
+    def _ready(self, states: Sequence[Any], capturing: bool) -> bool:
+        """Whether the groups of these can be taken now; equal on all ranks."""
+        if capturing:
+            self._state = "not yet: a captured step keeps the way that it had before"
+            return False
         groups = [g for state in states for g in torch_parts.groups_of(state)]
+        why = ""
+        if any(torch_parts.is_saved(g) for g in groups):
+            why = "a graph of an earlier forward holds gathered parameters"
+        if any(torch_parts.holds_gradients(g) for g in groups):
+            why = "gradients of an earlier backward are not reduced yet"
+        if not self._watched(groups):
+            why = f"after {room.STEPS} steps as they are, which show what memory is left"
+        for workspace in _circles(groups):
+            why = next(filter(None, workspace.gather(why)), "")
+        if not self._members:
+            self._state = f"not yet: {why}"
+        return not why
+
+    def _watched(self, groups: Sequence[Group]) -> bool:
+        """Whether it can be told by now how much memory there is."""
         if self._seen or self._memory != "auto" or not groups:
             return True
-        if room.left(torch.device(groups[0].device)) is None:
-            return True
-        over = self._watch.over(groups)
-        for workspace in dict.fromkeys(_workspaces(groups)):  # set up by all ranks at a time
-            over = all(workspace.gather(over))
-        if over:
-            return True
-        self._state = (
-            f"not yet: after {room.STEPS} steps as they are, which show what memory is left"
-        )
-        return False
+        of = torch.device(groups[0].device)
+        return room.left(of) is None or self._watch.over(groups)
 
     def _set_up(self, states: Sequence[Any]) -> None:
         """Find and take what FSDP2 has set up by now: all groups, or those of one of several roots.
 
         Raises:
             InputError: models or settings differ by rank.
-            UnsupportedError: there is no memory for gathered parameters.
         """
         groups: list[Group] = []
         for state in states:
@@ -151,32 +166,51 @@ class Overlapped:
         self.found += found
         if torch.cuda.is_available():
             torch.cuda.empty_cache()  # shared memory is no cached memory
-        sets: dict[Workspace, list[Member]] = {}
+        sets: dict[tuple[Workspace, int], list[Member]] = {}  # by the streams of their root, too
         for g, each in zip(groups, found, strict=True):
             if not each.why:
                 facts = [torch_parts.fact_of(p) for p in g.fsdp_params]
                 member = Member(g, facts, scatters=not each.why_scatter)
                 self._found[id(g)] = each
                 workspace = workspace_of(torch_parts.shard_group(g), torch.device(g.device))
-                sets.setdefault(workspace, []).append(member)
+                sets.setdefault((workspace, id(g.comm_ctx)), []).append(member)
         shared: list[Member] = []
-        for workspace, members in sets.items():
+        for (workspace, _), members in sets.items():
             shared += self._share(workspace, members)
-        if shared:
-            self._take_slots(shared)
+        self._take_slots(shared)
+        shared = self._agreed(groups, shared)
         for member in shared:
             self._install(member)
         self._members += shared
         self._state = "on" if self._members else "left to torch: no group qualifies"
-        if self._trial_steps and self._trial is None and shared:
+        if self._trial_steps and self._trial is None and self.verdict is None and shared:
             self._trial = self._new_trial()
+
+    def _agreed(self, groups: Sequence[Group], members: Sequence[Member]) -> list[Member]:
+        """The members that all replicas of their shards have, too; on all others torch stays."""
+        with_replicas = {torch_parts.replica_group(g): torch.device(g.device) for g in groups}
+        for ranks, device in with_replicas.items():
+            if ranks is None or ranks.size() == 1:
+                continue
+            mine = [m for m in members if torch_parts.replica_group(m.g) is ranks]
+            names = [torch_parts.name_of(m.g) for m in mine]
+            others = workspace_of(ranks, device).gather(names)
+            for m in mine:
+                if not all(torch_parts.name_of(m.g) in theirs for theirs in others):
+                    self._found[id(m.g)].why = "a replica of its shards leaves it to torch"
+        left = [m for m in members if not self._found[id(m.g)].why]
+        for shards in self._all:
+            shards.keep([m for m in shards.members if m in left or m in self._members])
+        self._all = [shards for shards in self._all if shards.members]
+        return left
 
     def _new_trial(self) -> Trial | None:
         """A trial whose verdict all ranks hear; None: no shard group has all ranks."""
         ranks = [{*dist.get_process_group_ranks(s.workspace.group)} for s in self._all]
         for shards, mine in zip(self._all, ranks, strict=True):
             if all(mine >= others for others in ranks):
-                return Trial(self._trial_steps, shards.workspace.gather, on_gpu=shards.on_gpu)
+                gather = partial(_gathered, _circles([shards.members[0].g]))
+                return Trial(self._trial_steps, gather, on_gpu=shards.on_gpu)
         self._trial_steps = 0
         return None
 
@@ -245,28 +279,34 @@ class Overlapped:
         """Whether shards are published in memory of their own; equal on all ranks."""
         if self._memory != "auto":
             return self._memory == "kept"
-        need = sum(f.numel * f.dtype.itemsize for m in members for f in m.facts)
+        most = max(m.gathered_bytes for m in members)  # of an inbox, too
+        alone = sum(m.gathered_bytes for m in members if torch_parts.keeps_gathered(m.g))
+        published = sum(f.numel * f.dtype.itemsize for m in members for f in m.facts)
+        need = published + alone + (self._slots + 1) * most
         left = room.left(workspace.device)
         fits = left is None or (self._watch.trained and left >= need)
         return all(workspace.gather(fits))
 
-    def _take_slots(self, members: Sequence[Member]) -> None:
-        """Memory for gathered parameters: in turn where they are resharded, else their own."""
-        problem = ""
-        try:
-            kept = [m for m in members if self._shards[id(m.g)].kept]
-            sets = [
-                kept,
-                *([m for m in s.members if m in members] for s in self._all if not s.kept),
-            ]
-            for each in filter(None, sets):
-                self._take_slots_of(each)
-        except (OSError, torch.OutOfMemoryError, UnsupportedError) as error:
-            problem = f"no memory for gathered parameters: {error}"
-        for shards in self._all:
-            problem = next((p for p in shards.workspace.gather(problem) if p), "")
-        if problem:
-            raise UnsupportedError(f"{OP}: {problem}; call it with slots=1, or without")
+    def _take_slots(self, members: list[Member]) -> None:
+        """Memory for gathered parameters: in turn where they are resharded, else their own.
+
+        Members that have none, on any of their ranks, are torch's, and leave the list.
+        """
+        pools: dict[int, list[Member]] = {}
+        for m in members:  # kept groups of one root share slots, whoever shares their shards
+            shards = self._shards[id(m.g)]
+            pools.setdefault(id(m.g.comm_ctx) if shards.kept else id(shards), []).append(m)
+        for pool in pools.values():
+            why = ""
+            try:
+                self._take_slots_of(pool)
+            except (OSError, torch.OutOfMemoryError, UnsupportedError) as error:
+                why = f"no memory for gathered parameters: {error}"
+            for workspace in dict.fromkeys(self._shards[id(m.g)].workspace for m in pool):
+                why = next(filter(None, workspace.gather(why)), "")
+            for m in pool if why else ():
+                self._found[id(m.g)].why = why
+                members.remove(m)
 
     def _take_slots_of(self, members: Sequence[Member]) -> None:
         """Memory for some members that can use the same."""
@@ -297,16 +337,18 @@ class Overlapped:
         """A forward of a root begins: what was published is of no use any more."""
         capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
         new = [s for s in self._states if torch_parts.is_set_up(s) and id(s) not in self._seen]
-        if new and not capturing and self._watched(new):
-            self._set_up(new)
-        if not self._all:
-            return
+        left = self.verdict is not None and not self.verdict.ours
+        if new and not left and self._ready(new, capturing):
+            with torch.inference_mode(False):  # what is made is for training, too
+                self._set_up(new)
         if capturing or self._captured:  # events of a capture, or of before one, are waited for
             self._held = None  # by nobody: FSDP2 has ordered the streams
             for member in self._members:
                 if member.slot:
                     member.slot.left = None
         self._captured = capturing
+        if not self._all:
+            return
         self._drain()
         for shards in self._all:
             shards.gathers.begin()
@@ -387,9 +429,10 @@ class Overlapped:
             idle = torch_parts.is_idle(holder.g) and not holder.by_hand
             if idle or (now and torch_parts.is_pending(holder.g)):
                 torch_parts.drop_gathered(holder.g, here)  # it is gathered again when it is needed
-            elif not member.uses and not torch_parts.has_gradients(member.g):
+            elif self._may_move(member, now=now):
                 stream.wait_stream(here)  # the new memory may have been used there
-                self._move(member)
+                with torch.inference_mode(False):
+                    self._move(member)
                 return True
             elif now:
                 names = torch_parts.name_of(member.g), torch_parts.name_of(holder.g)
@@ -402,8 +445,15 @@ class Overlapped:
         slot.holder = member
         return True
 
+    def _may_move(self, member: Member, *, now: bool) -> bool:
+        """Whether a group can have memory of its own; for that of all ranks all must be able."""
+        free, shards = not torch_parts.is_saved(member.g), self._shards[id(member.g)]
+        if shards.kept:
+            return free
+        return now and all(shards.workspace.gather(free))
+
     def _move(self, member: Member) -> None:
-        """Give a group memory of its own; no graph holds its gathered parameters."""
+        """Give a group memory of its own; no graph has saved its gathered parameters."""
         self._settle(member, member.gathered_bytes)
         member.hooks.move(member.buffers)
         found = self._found[id(member.g)]
@@ -422,8 +472,6 @@ class Overlapped:
         assert streams is not None
         if torch_parts.is_sharded(g):
             member.by_hand = torch_parts.is_outside(g)
-        if torch_parts.is_forward(g) and not torch_parts.in_backward():
-            member.uses += 1
         if torch_parts.is_pending(g) and not torch_parts.is_ours(g):
             self._take(member, here, now=True)
             torch_parts.by_torch(g, "wait_for_unshard")
@@ -446,18 +494,26 @@ class Overlapped:
             device = self._shards[id(g)].device
             member.slot.left = device.current_stream().record_event()
 
+    def _widen(self, shards: Shards) -> None:
+        """Have room for gradients in fp32, before they are taken: else torch reduces those."""
+        if shards.scatters and not shards.why_not_wide:
+            shards.why_not_wide = shards.scatters.widen()
+            for m in shards.members if shards.why_not_wide else ():
+                self._found[id(m.g)].notes.append(f"torch reduces some: {shards.why_not_wide}")
+
     def _post_backward(self, member: Member, shards: Shards, *given: Any) -> None:
         g = member.g
         self._reduced = self._reduced or g.reduce_grads
-        wide = member.wide and g.reduce_grads
-        member.wide = not g.reduce_grads and torch_parts.widens(g, member.grad_dtype)
-        member.uses = max(0, member.uses - 1)
+        wide, member.wide = member.wide, False
+        if not g.reduce_grads and torch_parts.widens(g, member.grad_dtype):
+            member.wide = True
+            self._widen(shards)
         unfrozen = any(
             trains and place.sent < 0
             for trains, place in zip(torch_parts.trains(g), member.places, strict=True)
         )
         ours = self._ours and member.scatters and not unfrozen
-        if not ours or torch_parts.reduces_by_torch(g):
+        if not ours or torch_parts.reduces_by_torch(g) or (wide and shards.why_not_wide):
             torch_parts.by_torch(g, "post_backward", *given)
             return
         grads = [
@@ -482,6 +538,21 @@ class Overlapped:
             ended = torch_parts.give_gradients(g, reduced, stream.record_event)
         torch_parts.note_reduced(g, stream, ended)
         self._held = ended, (grads, total)
+
+
+def _circles(groups: Sequence[Group]) -> list[Workspace]:
+    """Those that tell each other so that all ranks of a model hear: of shards, then of replicas."""
+    pairs = [(torch_parts.replica_group(g), torch.device(g.device)) for g in groups]
+    replicas = [workspace_of(r, device) for r, device in pairs if r and r.size() > 1]
+    return [*dict.fromkeys([*_workspaces(groups), *replicas])]
+
+
+def _gathered(circles: Sequence[Workspace], value: Any) -> list[Any]:
+    """What all ranks say, by way of some circles of them."""
+    found = [value]
+    for workspace in circles:
+        found = [each for theirs in workspace.gather(found) for each in theirs]
+    return found
 
 
 def _workspaces(groups: Sequence[Group]) -> list[Workspace]:

@@ -35,9 +35,11 @@ class Watch:
 
 
 def left(device: torch.device) -> int | None:
-    """Bytes that nothing has used so far at any time, less some to spare; None: of a CPU rank."""
+    """Bytes that nothing has used so far at any time, less some to spare; None: of a CPU rank.
+
+    What torch's allocator keeps counts as used: a peak that somebody resets tells less.
+    """
     if device.type != "cuda":
         return None
     free, total = torch.cuda.mem_get_info(device)
-    cached = torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)
-    return int(free + cached - SPARE * total)
+    return int(free - SPARE * total)

@@ -23,6 +23,7 @@ except ImportError:  # another torch: `refusal` says so
 
 METHODS = ("unshard", "wait_for_unshard", "_to_sharded", "post_backward")
 OF_GROUP = (*METHODS, "finalize_backward", "reshard", "lazy_init", "_reshard_after_forward")
+USES = 3  # of the storage of a parameter: by it, by what it is a view of, and by who counts
 Group = Any  # torch's FSDPParamGroup
 Param = Any  # torch's FSDPParam
 
@@ -133,6 +134,11 @@ def shard_group(g: Group) -> Any:
     return getattr(g.mesh_info, "shard_process_group", None)
 
 
+def replica_group(g: Group) -> Any:
+    """The ranks that have the same shards as this one; None: no other has."""
+    return g.mesh_info.replicate_process_group if is_replicated(g) else None
+
+
 def name_of(g: Group) -> str:
     """Where a group stands in the model."""
     return g._module_fqn or "root"
@@ -169,12 +175,6 @@ def is_idle(g: Group) -> bool:
     assert TrainingState is not None
     at_rest = (TrainingState.IDLE, TrainingState.POST_BACKWARD)
     return g.is_unsharded and g._training_state in at_rest
-
-
-def is_forward(g: Group) -> bool:
-    """Whether it is in a forward whose graph autograd records."""
-    assert TrainingState is not None
-    return g._training_state == TrainingState.FORWARD and torch.is_grad_enabled()
 
 
 def in_backward() -> bool:
@@ -306,10 +306,28 @@ def is_set_up(state: Any) -> bool:
     return state._is_root is not None
 
 
-def has_gradients(g: Group) -> bool:
-    """Whether gathered parameters hold gradients that are not reduced yet."""
-    params = (p._unsharded_param for p in g.fsdp_params if hasattr(p, "_unsharded_param"))
-    return any(p.grad is not None for p in params)
+def is_saved(g: Group) -> bool:
+    """Whether a graph of autograd reads memory that the group is gathered to, or somebody else."""
+    for p in g.fsdp_params:
+        inner = _gathered_of(p)
+        if inner is not None:
+            of = inner.untyped_storage()
+            if torch._C._storage_Use_Count(of._cdata) > USES:  # pyright: ignore
+                return True
+    return False
+
+
+def holds_gradients(g: Group) -> bool:
+    """Whether there are gradients of whole parameters that are not reduced yet."""
+    params = [p.__dict__.get("_unsharded_param") for p in g.fsdp_params]
+    kept = any(p.unsharded_accumulated_grad is not None for p in g.fsdp_params)
+    return kept or any(param is not None and param.grad is not None for param in params)
+
+
+def _gathered_of(p: Param) -> Tensor | None:
+    """A gathered parameter, its own part of it where it is a DTensor; None: there was none yet."""
+    param: Any = p.__dict__.get("_unsharded_param")
+    return getattr(param, "_local_tensor", param)
 
 
 def begin_reduce(g: Group) -> list[tuple[int, Tensor]]:
@@ -404,8 +422,9 @@ def grad_dtype(g: Group) -> torch.dtype:
 class Hooks:
     """Methods of ours on one group, and the buffers that its parameters are gathered to.
 
-    Torch's own way uses these buffers, too, while it takes turns: a graph of autograd holds the
-    parameters in them.
+    Torch's own way uses these buffers, too, while it takes turns. Gathered parameters stay the
+    objects that they are, with their gradients, as the nodes of a graph know them; only what they
+    are views of is another one. So no graph may have saved views of it: see `is_saved`.
 
     Args:
         methods: by name, of METHODS; each is called with the arguments of torch's.
@@ -416,28 +435,33 @@ class Hooks:
         self, g: Group, methods: Mapping[str, Callable[..., Any]], buffers: Sequence[Tensor]
     ) -> None:
         self.g, self._methods = g, methods
-        self._torchs: list[tuple[list[Tensor], Any]] = []
         for name, method in methods.items():
             setattr(g, name, method)
-        for p, buffer in zip(g.fsdp_params, buffers, strict=True):
-            self._torchs.append((p.all_gather_outputs, p.__dict__.pop("_unsharded_param", None)))
-            p.all_gather_outputs = [buffer]
+        self.move(buffers)
+        for p in g.fsdp_params:
             p.free_unsharded_param = _nothing
 
     def move(self, buffers: Sequence[Tensor]) -> None:
-        """Gather to other buffers from now on; the group is sharded, and no graph holds it."""
+        """Gather to other buffers from now on; the group is sharded, and no graph has saved it."""
         for p, buffer in zip(self.g.fsdp_params, buffers, strict=True):
+            inner = _gathered_of(p)
             p.all_gather_outputs = [buffer]
-            p.__dict__.pop("_unsharded_param", None)
+            if inner is not None:
+                inner.data = torch.as_strided(buffer, inner.size(), inner.stride(), 0)
 
-    def take(self) -> None:
-        """Give everything back to torch; the group is sharded."""
-        for p, (outputs, param) in zip(self.g.fsdp_params, self._torchs, strict=True):
-            p.all_gather_outputs = outputs
-            p.__dict__.pop("_unsharded_param", None)
+    def take(self, buffers: Sequence[Tensor]) -> None:
+        """Give everything back to torch; the group is sharded, and no graph has saved it.
+
+        Args:
+            buffers: where it is gathered to now.
+        """
+        for p, buffer in zip(self.g.fsdp_params, buffers, strict=True):
             p.__dict__.pop("free_unsharded_param", None)
-            if param is not None:
-                p._unsharded_param = param
+            inner, torchs = _gathered_of(p), torch.empty_like(buffer)
+            p.all_gather_outputs = [torchs]
+            if inner is not None:
+                inner.data = torch.as_strided(torchs, inner.size(), inner.stride(), 0)
+            torchs.untyped_storage().resize_(0)  # as torch leaves it
         for name in self._methods:
             self.g.__dict__.pop(name, None)
 
