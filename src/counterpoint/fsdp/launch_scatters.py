@@ -87,10 +87,13 @@ class Scatters:
         self._pushes: dict[Hashable, Pushes] = {}  # by receiver, and which gradients there are
         self._sums: dict[Hashable, Any] = {}  # launches
 
+    @property
+    def is_wide(self) -> bool:
+        """Whether there is room for gradients in fp32."""
+        return self._most * 4 <= self.part_bytes
+
     def widen(self) -> str:
-        """Have room for gradients in fp32. A collective call; why there is none, or ""."""
-        if self._most * 4 <= self.part_bytes:
-            return ""
+        """Have it. A collective call; why there is none, or ""."""
         try:
             self.workspace.refuse_growth("the first gradients that are kept in fp32")
             if self.on_gpu:

@@ -127,18 +127,15 @@ class Overlapped:
 
     def _ready(self, states: Sequence[Any], capturing: bool) -> bool:
         """Whether the groups of these can be taken now; equal on all ranks."""
-        if capturing:
-            self._state = "not yet: a captured step keeps the way that it had before"
-            return False
         groups = [g for state in states for g in torch_parts.groups_of(state)]
-        why = ""
+        why = "a captured step keeps the way that it had before" if capturing else ""
         if any(torch_parts.is_saved(g) for g in groups):
             why = "a graph of an earlier forward holds gathered parameters"
         if any(torch_parts.holds_gradients(g) for g in groups):
             why = "gradients of an earlier backward are not reduced yet"
-        if not self._watched(groups):
+        if not (capturing or self._watched(groups)):
             why = f"after {room.STEPS} steps as they are, which show what memory is left"
-        for workspace in _circles(groups):
+        for workspace in () if capturing else _circles(groups):
             why = next(filter(None, workspace.gather(why)), "")
         if not self._members:
             self._state = f"not yet: {why}"
@@ -198,6 +195,7 @@ class Overlapped:
             for m in mine:
                 if not all(torch_parts.name_of(m.g) in theirs for theirs in others):
                     self._found[id(m.g)].why = "a replica of its shards leaves it to torch"
+                    del self._shards[id(m.g)]
         left = [m for m in members if not self._found[id(m.g)].why]
         for shards in self._all:
             shards.keep([m for m in shards.members if m in left or m in self._members])
@@ -307,6 +305,7 @@ class Overlapped:
             for m in pool if why else ():
                 self._found[id(m.g)].why = why
                 members.remove(m)
+                del self._shards[id(m.g)]
 
     def _take_slots_of(self, members: Sequence[Member]) -> None:
         """Memory for some members that can use the same."""
@@ -494,12 +493,16 @@ class Overlapped:
             device = self._shards[id(g)].device
             member.slot.left = device.current_stream().record_event()
 
-    def _widen(self, shards: Shards) -> None:
+    def _widen(self, member: Member, shards: Shards) -> None:
         """Have room for gradients in fp32, before they are taken: else torch reduces those."""
-        if shards.scatters and not shards.why_not_wide:
-            shards.why_not_wide = shards.scatters.widen()
-            for m in shards.members if shards.why_not_wide else ():
-                self._found[id(m.g)].notes.append(f"torch reduces some: {shards.why_not_wide}")
+        if shards.scatters is None or shards.scatters.is_wide or shards.why_not_wide:
+            return
+        why = shards.scatters.widen()
+        for workspace in _circles([member.g]):  # replicas sum what all of them have made alike
+            why = next(filter(None, workspace.gather(why)), "")
+        shards.why_not_wide = why
+        for m in shards.members if why else ():
+            self._found[id(m.g)].notes.append(f"torch reduces some: {why}")
 
     def _post_backward(self, member: Member, shards: Shards, *given: Any) -> None:
         g = member.g
@@ -507,7 +510,7 @@ class Overlapped:
         wide, member.wide = member.wide, False
         if not g.reduce_grads and torch_parts.widens(g, member.grad_dtype):
             member.wide = True
-            self._widen(shards)
+            self._widen(member, shards)
         unfrozen = any(
             trains and place.sent < 0
             for trains, place in zip(torch_parts.trains(g), member.places, strict=True)
