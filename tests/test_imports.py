@@ -240,6 +240,7 @@ def test_the_test_kit_is_loaded_by_parts():
     assert said == "3 False\n"
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("op", "needed"),
     [

@@ -91,6 +91,7 @@ def check(make: Any, run: Any, **options: Any) -> cp.Overlapped:
     return overlapped
 
 
+@pytest.mark.drawn(12)
 @pytest.mark.parametrize(("memory", "trial_steps"), WAYS)
 @pytest.mark.parametrize("slots", [1, 2, 16])
 @pytest.mark.parametrize("again", [False, True])
