@@ -16,6 +16,7 @@ import counterpoint as cp
 from benchmarks import embedding, expert_tensors
 from benchmarks.declare import Bench, Benchmark, Case, Section
 from benchmarks.rows import Row, gpus
+from benchmarks.soak_fsdp import MEMORY, overlap_sets
 from benchmarks.soak_routes import ROUTED, Set, forgiven, routed_sets
 from counterpoint.errors import CounterpointError
 from counterpoint.measure.timing import backlog, captured, relative_error
@@ -34,7 +35,8 @@ LOCAL, MOST, TOP = 4, 24, 2  # experts of a rank, rows from a rank to an expert,
 MODEL = expert_tensors.Model("small", LOCAL, 256, 256, TOP)
 SUMMED = 2  # the table whose rows are summed where they come back
 CALLS = {"matmul_all_reduce": 1_000_000, "all_to_all_matmul": 100_000, "matmul_all_to_all": 100_000,
-         "embedding_bag_all_to_all": 100_000} | dict.fromkeys(ROUTED, 100_000)  # fmt: skip
+         "embedding_bag_all_to_all": 100_000, **dict.fromkeys(ROUTED, 100_000),
+         **dict.fromkeys(MEMORY, 10_000)}  # fmt: skip
 PAGES = {"matmul_all_reduce": ("docs/results/decode.md", "soak"),
          "embedding_bag_all_to_all": ("docs/results/embeddings.md", "embedding-soak")}  # fmt: skip
 
@@ -142,8 +144,10 @@ def embedding_sets(bench: Bench) -> list[Set]:
             for i in range(len(b.sets)) for plan, into in ways]  # fmt: skip
 
 
-def sets_of(op: str, bench: Bench) -> list[Set]:
-    """The operands of one operator."""
+def sets_of(op: str, bench: Bench, late: Callable[[], object] = lambda: None) -> list[Set]:
+    """The operands of one operator; in an overlapped model ranks are `late` in a call, too."""
+    if op in MEMORY:
+        return overlap_sets(op, bench, late, LAYER_LIMIT)
     if op in ROUTED:
         return routed_sets(op, bench, LAYER_LIMIT)
     if op == "matmul_all_reduce":
@@ -154,12 +158,15 @@ def sets_of(op: str, bench: Bench) -> list[Set]:
 def rows_of(case: Case, bench: Bench) -> list[Row]:
     """One row: so many calls or somewhat more, some eager, the others replayed."""
     op, calls = case["op"], case["asked"] // (50 if bench.short else 1)
-    soaked, draw = Soaked(op, sets_of(op, bench), bench), random.Random(bench.rank)
+    draw, noisy = random.Random(bench.rank), False
     wrong = torch.zeros((), dtype=torch.int64, device=bench.device)
 
     def late() -> None:
-        if draw.random() < OFTEN:
+        if noisy and draw.random() < OFTEN:
             backlog(int(draw.choice(DELAYS_S) * CYCLES_PER_S))
+
+    soaked = Soaked(op, sets_of(op, bench, late), bench)
+    noisy = True
 
     def once(i: int) -> None:
         late()
@@ -245,5 +252,6 @@ SOAK = Benchmark(
         *(Section(page, marker, said(op)) for op, (page, marker) in PAGES.items()),
         Section("docs/results/experts.md", "experts-soak",
                 said("all_to_all_matmul", "matmul_all_to_all", *ROUTED)),
+        Section("docs/fsdp.md", "fsdp-soak", said(*MEMORY)),
     ),
 )  # fmt: skip

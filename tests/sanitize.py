@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from embedding_cases import pooled, random_bags
 from expert_bodies import Whole, by_expert, by_owner, multiplied, summed, whole
+from fsdp_models import Step, made, mesh_of, trained
 from rank_bodies import Case, Operands, call, exact, operands
 from routed_bodies import LOCAL, TOP, by_torch, chosen, layer
 from torch import Tensor
@@ -341,6 +342,18 @@ def merged(at: At) -> None:
     check("their log-sum-exp", lse, sums.double())
 
 
+def overlapped(at: At) -> None:
+    """Two steps of an FSDP2 model: gradients of ranks are summed in place."""
+    step = Step()
+    mesh = mesh_of(RANKS, at.device.type)
+    want = trained(made(step, mesh), step, at.rank)
+    model = made(step, mesh)
+    ours = cp.overlap(model, trial_steps=0)
+    for got, each in zip(trained(model, step, at.rank), want, strict=True):
+        torch.testing.assert_close(got, each, rtol=1e-2, atol=1e-3)
+    ours.off()
+
+
 # each case, and the kernels that it is there for
 CASES: dict[str, tuple[Callable[[At], None], tuple[str, ...]]] = {
     "copies": (lambda at: matmuls(at, "all_gather_matmul", "shard_p2p"), ("signal_kernel",)),
@@ -383,6 +396,7 @@ CASES: dict[str, tuple[Callable[[At], None], tuple[str, ...]]] = {
     "lookup": (lambda at: embedding(at, "serial"), ("lookup_kernel",)),
     "exchange": (exchanged, ("exchange_kernel",)),
     "attention": (merged, ("merge_attention_kernel",)),
+    "FSDP2": (overlapped, ("sum_kernel",)),
 }  # fmt: skip
 EXPECTED = frozenset(name for _, names in CASES.values() for name in names)
 

@@ -13,7 +13,7 @@ from on_ranks import on_ranks
 from rank_bodies import world
 from triton.runtime.jit import JITFunction
 
-import counterpoint.kernels
+import counterpoint
 from benchmarks.gpu_suite import END_S, SANITIZE_S
 
 NONE = "========= COMPUTE-SANITIZER\n{}\n========= {}\n"
@@ -29,8 +29,9 @@ def log(tool: str, found: int, kernels: frozenset[str] = sanitize.EXPECTED) -> s
 
 def test_every_kernel_is_launched_or_left_out():
     found = set[str]()
-    for module in pkgutil.iter_modules(counterpoint.kernels.__path__, "counterpoint.kernels."):
-        for name, value in vars(importlib.import_module(module.name)).items():
+    modules = [m.name for m in pkgutil.walk_packages(counterpoint.__path__, "counterpoint.")]
+    for module in (m for m in modules if ".kernels." in m or ".kernel_" in m):
+        for name, value in vars(importlib.import_module(module)).items():
             if isinstance(value, JITFunction) and name.endswith("_kernel"):
                 found.add(value.__name__)
     assert found == sanitize.EXPECTED | set(sanitize.LEFT_OUT)
