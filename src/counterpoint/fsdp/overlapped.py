@@ -334,18 +334,13 @@ class Overlapped:
 
     def _begin(self, args: Any, kwargs: Any) -> None:
         """A forward of a root begins: what was published is of no use any more."""
-        capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        capturing = _is_capturing()
         new = [s for s in self._states if torch_parts.is_set_up(s) and id(s) not in self._seen]
         left = self.verdict is not None and not self.verdict.ours
         if new and not left and self._ready(new, capturing):
             with torch.inference_mode(False):  # what is made is for training, too
                 self._set_up(new)
-        if capturing or self._captured:  # events of a capture, or of before one, are waited for
-            self._held = None  # by nobody: FSDP2 has ordered the streams
-            for member in self._members:
-                if member.slot:
-                    member.slot.left = None
-        self._captured = capturing
+        self._note_capture(begins=True)
         if not self._all:
             return
         self._drain()
@@ -357,6 +352,19 @@ class Overlapped:
             self._trial = None  # the way that it goes now is kept
         elif self._trial and torch.is_grad_enabled():
             self._try(_key_of(args, kwargs))
+
+    def _note_capture(self, *, begins: bool = False) -> None:
+        """Let nobody wait for events of a capture, or of before one: FSDP2 has ordered the streams.
+
+        Args:
+            begins: a forward does, maybe that of another capture.
+        """
+        was, self._captured = self._captured, _is_capturing()
+        if was != self._captured or (begins and was):
+            self._held = None
+            for member in self._members:
+                if member.slot:
+                    member.slot.left = None
 
     def _try(self, key: Hashable) -> None:
         """One more step of the trial, where an optimizer step lies behind."""
@@ -386,6 +394,7 @@ class Overlapped:
 
     def _drain(self) -> None:
         """Let go of gradients that have been pushed."""
+        self._note_capture()
         if self._held:
             self._all[0].device.current_stream().wait_event(self._held[0])
             self._held = None
@@ -423,6 +432,7 @@ class Overlapped:
         assert slot is not None
         if slot.alone:
             return True
+        self._note_capture()
         holder, here = slot.holder, self._shards[id(member.g)].device.current_stream()
         if holder is not None and holder is not member and not torch_parts.is_free(holder.g):
             idle = torch_parts.is_idle(holder.g) and not holder.by_hand
@@ -541,6 +551,10 @@ class Overlapped:
             ended = torch_parts.give_gradients(g, reduced, stream.record_event)
         torch_parts.note_reduced(g, stream, ended)
         self._held = ended, (grads, total)
+
+
+def _is_capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def _circles(groups: Sequence[Group]) -> list[Workspace]:
