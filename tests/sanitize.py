@@ -20,6 +20,7 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -32,6 +33,7 @@ from torch import Tensor
 
 import counterpoint as cp
 from benchmarks.gpu_suite import run
+from counterpoint.choose.known import Knowledge
 from counterpoint.measure.timing import relative_error
 from counterpoint.ops.activations import swiglu
 from counterpoint.ops.router import choose_experts, order_by_expert
@@ -349,7 +351,10 @@ def overlapped(at: At) -> None:
     want = trained(made(step, mesh), step, at.rank)
     model = made(step, mesh)
     ours = cp.overlap(model, trial_steps=0)
-    for got, each in zip(trained(model, step, at.rank), want, strict=True):
+    unknown = Knowledge(None, {})  # else so small groups are left to torch
+    with mock.patch("counterpoint.fsdp.overlapped.knowledge_of", lambda _: unknown):
+        found = trained(model, step, at.rank)
+    for got, each in zip(found, want, strict=True):
         torch.testing.assert_close(got, each, rtol=1e-2, atol=1e-3)
     ours.off()
 

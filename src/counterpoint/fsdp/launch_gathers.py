@@ -33,7 +33,7 @@ class Gathers:
         self, workspace: Workspace, members: Sequence[Member], words: CpuWords | CudaWords
     ) -> None:
         self.workspace, self.members, self.words = workspace, members, words
-        self.device = torch_parts.device_module(workspace.device)
+        self.current = torch_parts.Current(workspace.device)
         self.on_gpu = workspace.device.type == "cuda"
         self.rank, self.ranks = workspace.rank, workspace.board.ranks
         self.owners = peers_in_order(gather_plan(self.ranks), self.rank)
@@ -68,14 +68,14 @@ class Gathers:
         sources = [shard for member in members for shard in member.shards()]
         for member in members:
             member.published = torch_parts.versions(member.g)
-        with torch.no_grad(), self.device.stream(stream):
+        with torch.no_grad(), self.current.on(stream):
             torch_parts.copy_all(targets, sources)
 
     def pull(self, member: Member, r: int, ranks: Sequence[int], stream: Any) -> None:
         """Have the shards of these ranks, as one batch of copies that is named by r."""
         if self.on_gpu:
             if r not in member.pulls:
-                member.pulls[r] = Batch.of([
+                member.pulls[r] = Batch([
                     Copy(b.data_ptr() + owner * p.size, p.size, at, p.size, p.size, 1)
                     for owner in ranks
                     for p, b, at in zip(
@@ -132,7 +132,7 @@ class Kept(Gathers):
     def gather(self, member: Member, stream: Any, *, alone: bool, at_once: bool) -> Any:
         others: list[Member] = []
         if alone or (not self.stale and self.changed(member)):
-            stream.wait_stream(self.device.current_stream())
+            stream.wait_stream(self.current.stream())
             self._publish([member], stream)
         elif self.stale and at_once:
             self._publish(self.members, stream)
@@ -210,7 +210,7 @@ class InTurn(Gathers):
         slot = member.slot
         assert slot is not None
         if alone or self.changed(member):
-            stream.wait_stream(self.device.current_stream())
+            stream.wait_stream(self.current.stream())
         self.words(Signal(slot.area, wait=FREE), stream)
         targets = [
             buffer.data[self.rank * fact.numel : (self.rank + 1) * fact.numel]

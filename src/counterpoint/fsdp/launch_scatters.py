@@ -31,12 +31,14 @@ class Pushes(NamedTuple):
     """A batch of copies whose sources begin somewhere else each time.
 
     Args:
-        batch: its sources are offsets.
+        batch: as it was submitted last.
         of: of each copy the number of what it is a part of.
+        offsets: in it, bytes.
     """
 
     batch: Batch
     of: list[int]
+    offsets: list[int]
 
     def submit(self, starts: Sequence[int], stream: int) -> None:
         """Enqueue it.
@@ -45,9 +47,8 @@ class Pushes(NamedTuple):
             starts: addresses of those.
             stream: raw.
         """
-        offsets = self.batch.sources
-        sources = [starts[i] + at for i, at in zip(self.of, offsets, strict=True)]
-        self.batch._replace(sources=sources).submit(stream)
+        sources = [starts[i] + at for i, at in zip(self.of, self.offsets, strict=True)]
+        self.batch.submit(stream, sources)
 
 
 class Scatters:
@@ -143,9 +144,9 @@ class Scatters:
                     self._pushes.clear()
                 ranks = (r, self.rank) if r == self.receivers[-1] else (r,)
                 copies = [c for to in ranks for c in self._copies(member, grads, to)]
-                pushes = self._pushes[r, mask, item] = Pushes(
-                    Batch.of([copy for _, copy in copies]), [i for i, _ in copies]
-                )
+                batch, of = Batch([copy for _, copy in copies]), [i for i, _ in copies]
+                pushes = Pushes(batch, of, [copy.source for _, copy in copies])
+                self._pushes[r, mask, item] = pushes
             pushes.submit(starts, stream.cuda_stream)
 
     def _copies(self, member: Member, grads: Grads, r: int) -> list[tuple[int, Copy]]:

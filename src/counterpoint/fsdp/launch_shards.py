@@ -22,7 +22,7 @@ class Shards:
 
     def __init__(self, workspace: Workspace, members: Sequence[Member], *, kept: bool) -> None:
         self.workspace, self.members, self.kept = workspace, list(members), kept
-        self.device: Any = torch_parts.device_module(workspace.device)
+        self.current = torch_parts.Current(workspace.device)
         self.on_gpu = workspace.device.type == "cuda"
         at = 0
         for i, member in enumerate(members):

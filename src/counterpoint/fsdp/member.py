@@ -8,7 +8,7 @@ from torch import Tensor
 
 from counterpoint.errors import InputError
 from counterpoint.fsdp import torch_parts
-from counterpoint.fsdp.torch_parts import Fact, Group
+from counterpoint.fsdp.torch_parts import Fact, Group, Pending
 from counterpoint.runtime.driver import Batch
 from counterpoint.runtime.symmetric_memory import SymmetricMemory
 
@@ -50,6 +50,8 @@ class Member:
         self.wide = False  # backwards before have kept gradients in fp32
         self.by_hand = False  # gathered by a user, who reads its parameters
         self.published: list[tuple[int, int, int]] = []  # versions of its shards then
+        self.lies: Pending | None = None  # its last gather in this forward and backward
+        self.read: list[tuple[int, int]] | None = None  # versions of what it brought, once in use
 
     def lay_out(self, index: int, at: int) -> int:
         """Fill in where its parameters lie, from byte `at` on; where that ends."""
@@ -65,7 +67,7 @@ class Member:
 
     def gather_in(self, slot: "Slot") -> None:
         """Have a place to be gathered to."""
-        self.slot, self.buffers = slot, slot.buffers(self)
+        self.slot, self.buffers, self.lies = slot, slot.buffers(self), None
         self.pulls.clear()
 
     def parts(self, total: Tensor, of: Sequence[int]) -> list[tuple[int, Tensor]]:

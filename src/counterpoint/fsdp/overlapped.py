@@ -1,6 +1,7 @@
 """A model of FSDP2 whose groups are gathered and scattered in place: set up once; each step."""
 
 from collections.abc import Hashable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Literal
 
@@ -44,6 +45,7 @@ class Overlapped:
         self._watch = room.Watch()
         self._states = torch_parts.states_of(model)
         self._seen: set[int] = set()  # ids of states that FSDP2 had set up
+        self._on_gpu = torch.cuda.is_available()
         self._captured = False  # the last forward of a root was in a capture
         self._members: list[Member] = []
         self._found: dict[int, FoundGroup] = {}  # by id of a member's group
@@ -114,8 +116,8 @@ class Overlapped:
         """Let go of the memory that ranks share, once none of them uses it any more."""
         self._drain()
         for member in self._members:
-            device = self._shards[id(member.g)].device
-            torch_parts.drop_gathered(member.g, device.current_stream())
+            here = self._shards[id(member.g)].current.stream()
+            torch_parts.drop_gathered(member.g, here)
         if self._all and self._all[0].on_gpu:
             torch.cuda.synchronize()
         for shards in self._all:
@@ -161,7 +163,7 @@ class Overlapped:
         self._compare(groups, found)
         self._seen |= {id(state) for state in states}
         self.found += found
-        if torch.cuda.is_available():
+        if self._on_gpu:
             torch.cuda.empty_cache()  # shared memory is no cached memory
         sets: dict[tuple[Workspace, int], list[Member]] = {}  # by the streams of their root, too
         for g, each in zip(groups, found, strict=True):
@@ -327,14 +329,14 @@ class Overlapped:
             "_to_sharded": partial(self._to_sharded, member),
             "post_backward": partial(self._post_backward, member, shards),
         }
-        torch_parts.drop_gathered(member.g, shards.device.current_stream())
+        torch_parts.drop_gathered(member.g, shards.current.stream())
         member.hooks = Hooks(member.g, methods, member.buffers)
 
     # -- each step
 
     def _begin(self, args: Any, kwargs: Any) -> None:
         """A forward of a root begins: what was published is of no use any more."""
-        capturing = _is_capturing()
+        capturing = self._is_capturing()
         new = [s for s in self._states if torch_parts.is_set_up(s) and id(s) not in self._seen]
         left = self.verdict is not None and not self.verdict.ours
         if new and not left and self._ready(new, capturing):
@@ -344,6 +346,8 @@ class Overlapped:
         if not self._all:
             return
         self._drain()
+        for member in self._members:
+            member.lies = None
         for shards in self._all:
             shards.gathers.begin()
             if not capturing:
@@ -353,16 +357,20 @@ class Overlapped:
         elif self._trial and torch.is_grad_enabled():
             self._try(_key_of(args, kwargs))
 
+    def _is_capturing(self) -> bool:
+        return self._on_gpu and torch.cuda.is_current_stream_capturing()
+
     def _note_capture(self, *, begins: bool = False) -> None:
         """Let nobody wait for events of a capture, or of before one: FSDP2 has ordered the streams.
 
         Args:
             begins: a forward does, maybe that of another capture.
         """
-        was, self._captured = self._captured, _is_capturing()
+        was, self._captured = self._captured, self._is_capturing()
         if was != self._captured or (begins and was):
             self._held = None
             for member in self._members:
+                member.lies = None
                 if member.slot:
                     member.slot.left = None
 
@@ -389,14 +397,14 @@ class Overlapped:
             for member in self._members:  # what gathers there by now comes before
                 streams = torch_parts.streams(member.g)
                 if streams is not None:
-                    self._shards[id(member.g)].device.current_stream().wait_stream(streams[0])
+                    self._shards[id(member.g)].current.stream().wait_stream(streams[0])
         self._ours = ours
 
     def _drain(self) -> None:
         """Let go of gradients that have been pushed."""
         self._note_capture()
         if self._held:
-            self._all[0].device.current_stream().wait_event(self._held[0])
+            self._all[0].current.stream().wait_event(self._held[0])
             self._held = None
 
     def _unshard(self, member: Member, shards: Shards, async_op: bool = False) -> None:
@@ -404,17 +412,31 @@ class Overlapped:
         if torch_parts.skips_gather(g):
             return
         if not self._ours or torch_parts.gathers_by_torch(g):
+            member.lies = None
             torch_parts.by_torch(g, "unshard", async_op)
             return
         streams = torch_parts.streams(g)
         assert streams is not None, "a group is overlapped once FSDP2 has set itself up"
+        if member.lies and self._still_lies(member, shards):
+            torch_parts.gathering(g, member.lies)
         # where there is no room, this is a gather ahead: what needs it waits for it, see _wait
-        if self._take(member, streams[0], now=False):
+        elif self._take(member, streams[0], now=False):
             self._gather(member, shards, streams[0])
 
     def _gather(self, member: Member, shards: Shards, stream: Any) -> None:
         ended = shards.gather(member, stream, at_once=self._captured)
-        torch_parts.gathering(member.g, ended)
+        member.lies, member.read = torch_parts.Pending(ended), None
+        torch_parts.gathering(member.g, member.lies)
+
+    def _still_lies(self, member: Member, shards: Shards) -> bool:
+        """Whether its place holds what a gather would bring: of this forward, and unchanged."""
+        g, slot = member.g, member.slot
+        assert slot is not None
+        self._note_capture()
+        if not member.lies or not (slot.alone or slot.holder is member):
+            return False
+        unread = member.read is None or member.read != torch_parts.gathered_versions(g)
+        return not (unread or torch_parts.is_outside(g) or shards.gathers.changed(member))
 
     def _take(self, member: Member, stream: Any, *, now: bool) -> bool:
         """Have a place to gather to on a stream, the slot or memory of its own.
@@ -433,8 +455,9 @@ class Overlapped:
         if slot.alone:
             return True
         self._note_capture()
-        holder, here = slot.holder, self._shards[id(member.g)].device.current_stream()
+        holder = slot.holder
         if holder is not None and holder is not member and not torch_parts.is_free(holder.g):
+            here = self._shards[id(member.g)].current.stream()
             idle = torch_parts.is_idle(holder.g) and not holder.by_hand
             if idle or (now and torch_parts.is_pending(holder.g)):
                 torch_parts.drop_gathered(holder.g, here)  # it is gathered again when it is needed
@@ -476,7 +499,7 @@ class Overlapped:
         member.gather_in(slot)
 
     def _wait(self, member: Member, shards: Shards) -> None:
-        g, here = member.g, shards.device.current_stream()
+        g, here = member.g, shards.current.stream()
         streams = torch_parts.streams(g)
         assert streams is not None
         if torch_parts.is_sharded(g):
@@ -494,14 +517,14 @@ class Overlapped:
             if (event := torch_parts.gather_event(g)) is not None:  # CPU ranks have none
                 here.wait_event(event)
             torch_parts.use_gathered(g)
+            member.read = torch_parts.gathered_versions(g)
 
     def _to_sharded(self, member: Member) -> None:
         g = member.g
         was = not torch_parts.is_sharded(g)
         torch_parts.to_sharded(g)
         if was and member.slot is not None:
-            device = self._shards[id(g)].device
-            member.slot.left = device.current_stream().record_event()
+            member.slot.left = self._shards[id(g)].current.stream().record_event()
 
     def _widen(self, member: Member, shards: Shards) -> None:
         """Have room for gradients in fp32, before they are taken: else torch reduces those."""
@@ -534,27 +557,24 @@ class Overlapped:
         ]
         if not grads:
             return
-        streams, device = torch_parts.streams(g), shards.device
+        streams, current = torch_parts.streams(g), shards.current
         assert streams is not None
-        here, stream = device.current_stream(), streams[1]
+        here, stream = current.stream(), streams[1]
         self._drain()
         stream.wait_stream(here)
-        with device.stream(stream):
+        replicated = torch_parts.is_replicated(g)
+        with current.on(stream):
             total = shards.scatter(member, grads, stream)
-        if torch_parts.is_replicated(g):
-            streams[2].wait_stream(stream)
-            stream = streams[2]
-        with device.stream(stream):
-            if torch_parts.is_replicated(g):
-                torch_parts.sum_over_replicas(g, total)
             reduced = member.parts(total, [i for i, _ in grads])
-            ended = torch_parts.give_gradients(g, reduced, stream.record_event)
+            if replicated:
+                streams[2].wait_stream(stream)
+                stream = streams[2]
+            with current.on(stream) if replicated else nullcontext():
+                if replicated:
+                    torch_parts.sum_over_replicas(g, total)
+                ended = torch_parts.give_gradients(g, reduced, stream.record_event)
         torch_parts.note_reduced(g, stream, ended)
         self._held = ended, (grads, total)
-
-
-def _is_capturing() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def _circles(groups: Sequence[Group]) -> list[Workspace]:

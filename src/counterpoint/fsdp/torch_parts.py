@@ -6,6 +6,7 @@ group object, and takes them away again.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -160,6 +161,12 @@ def versions(g: Group) -> list[tuple[int, int, int]]:
     return [(s._local_tensor.data_ptr(), s._local_tensor._version, s._version) for s in shards]
 
 
+def gathered_versions(g: Group) -> list[tuple[int, int]]:
+    """What changes where a gathered parameter is written in place, as a DTensor or as its part."""
+    found = [(p._unsharded_param, _gathered_of(p)) for p in g.fsdp_params]
+    return [(param._version, part._version) for param, part in found if part is not None]
+
+
 def is_sharded(g: Group) -> bool:
     """Whether its gathered parameters are not in use."""
     return g.is_sharded
@@ -206,9 +213,9 @@ class Pending:
         self.all_gather_event = event
 
 
-def gathering(g: Group, event: Any) -> None:
-    """Note that a gather ends with an event."""
-    g._all_gather_result = Pending(event)
+def gathering(g: Group, pending: Pending) -> None:
+    """Note a gather on its way."""
+    g._all_gather_result = pending
 
 
 def is_pending(g: Group) -> bool:
@@ -261,9 +268,17 @@ def by_torch(g: Group, method: str, *given: Any) -> Any:
     return getattr(type(g), method)(g, *given)
 
 
-def device_module(device: torch.device) -> Any:
-    """torch.cuda, or what stands for it on CPU ranks."""
-    return torch.cuda if device.type == "cuda" else torch.cpu
+class Current:
+    """The current stream of a device, and blocks of code on another; on CPUs what stands for it.
+
+    By the number of a GPU, since to ask for that of the current one costs as much as a launch.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        of_gpu = device.type == "cuda"
+        self.on: Callable[[Any], Any] = torch.cuda.stream if of_gpu else torch.cpu.stream
+        ask: Any = torch.cuda.current_stream if of_gpu else torch.cpu.current_stream
+        self.stream: Callable[[], Any] = partial(ask, device.index) if of_gpu else ask
 
 
 def streams(g: Group) -> tuple[Any, Any, Any] | None:

@@ -1,0 +1,108 @@
+"""Which groups `overlap` gathers: what lies where it was gathered to is not gathered again."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from fsdp_models import Block, Step, batch, made, mesh_of, same
+from on_ranks import on_ranks
+from torch import Tensor, nn
+
+import counterpoint as cp
+from counterpoint.fsdp import torch_parts
+from counterpoint.fsdp.launch_shards import Shards
+from counterpoint.fsdp.member import Member
+
+
+@contextmanager
+def noted() -> Iterator[list[str]]:
+    """The names of what is gathered meanwhile, in its order."""
+    found: list[str] = []
+    gather = Shards.gather
+
+    def noting(self: Shards, member: Member, *given: object, **named: object) -> object:
+        found.append(torch_parts.name_of(member.g))
+        return gather(self, member, *given, **named)  # type: ignore[arg-type]
+
+    with mock.patch.object(Shards, "gather", noting):
+        yield found
+
+
+def gradients(
+    model: nn.Module, x: Tensor, between: Callable[[Any], object] = lambda _: None
+) -> list[Tensor]:
+    """Of one step; `between` is called before its backward."""
+    loss = model(x).float().square().mean()
+    between(model)
+    loss.backward()
+    found = [p.grad.to_local().clone() for p in model.parameters() if p.grad is not None]  # type: ignore[union-attr]
+    for p in model.parameters():
+        p.grad = None
+    return found
+
+
+@pytest.mark.parametrize("memory", ["kept", "ring"])
+@pytest.mark.parametrize(("slots", "again"), [(1, [2, 1, 0]), (2, [1, 0]), (4, [])])
+@on_ranks(2)
+def test_what_the_forward_gathered_last_serves_the_backward(
+    rank: int, ranks: int, slots: int, again: list[int], memory: str
+):
+    theirs, ours = (made(Step(), mesh_of(ranks)) for _ in range(2))
+    cp.overlap(ours, trial_steps=0, slots=slots, memory=memory)  # type: ignore[arg-type]
+    for i in range(3):
+        with noted() as found:
+            assert same(gradients(theirs, batch(rank, i)), gradients(ours, batch(rank, i)))
+        if i:
+            names = ["root", *(str(block) for block in (*range(4), *again))]
+            assert found == names, found
+
+
+def write_whole(blocks: nn.Module) -> None:
+    with torch.no_grad():
+        for p in blocks.parameters():
+            p.mul_(0.5)
+
+
+def write_parts(blocks: nn.Module) -> None:
+    for p in blocks.parameters():
+        p.to_local().detach().mul_(0.5)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("memory", ["kept", "ring"])
+@pytest.mark.parametrize("change", [write_whole, write_parts])
+@on_ranks(2)
+def test_shards_that_change_before_the_backward_are_gathered_again(
+    rank: int, ranks: int, change: Callable[[nn.Module], None], memory: str
+):
+    theirs, ours = (made(Step(hidden=(96, 96)), mesh_of(ranks)) for _ in range(2))
+    cp.overlap(ours, trial_steps=0, memory=memory)  # type: ignore[arg-type]
+    for i in range(3):
+        want = gradients(theirs, batch(rank, i), lambda model: change(model[:2]))
+        with noted() as found:
+            assert same(want, gradients(ours, batch(rank, i), lambda model: change(model[:2])))
+        assert found == ["root", "0", "1", "1", "0"]
+
+
+class Scaling(Block):
+    """It doubles what it has gathered behind its forward, which torch then drops."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        with torch.no_grad():
+            self.up.bias.mul_(2)
+        return y
+
+
+@on_ranks(2)
+def test_gathered_weights_that_a_forward_has_written_are_gathered_again(rank: int, ranks: int):
+    with mock.patch("fsdp_models.Block", Scaling):
+        theirs, ours = (made(Step(hidden=(96, 96)), mesh_of(ranks)) for _ in range(2))
+    cp.overlap(ours, trial_steps=0)
+    for i in range(3):
+        want = gradients(theirs, batch(rank, i))
+        with noted() as found:
+            assert same(want, gradients(ours, batch(rank, i)))
+        assert found == ["root", "0", "1", "1", "0"]
