@@ -352,7 +352,7 @@ def overlapped(at: At) -> None:
     model = made(step, mesh)
     ours = cp.overlap(model, trial_steps=0)
     unknown = Knowledge(None, {})  # else so small groups are left to torch
-    with mock.patch("counterpoint.fsdp.overlapped.knowledge_of", lambda _: unknown):
+    with mock.patch("counterpoint.fsdp.overlapped.knowledge_of", return_value=unknown):
         found = trained(model, step, at.rank)
     for got, each in zip(found, want, strict=True):
         torch.testing.assert_close(got, each, rtol=1e-2, atol=1e-3)
