@@ -350,7 +350,7 @@ def overlapped(at: At) -> None:
     mesh = mesh_of(RANKS, at.device.type)
     want = trained(made(step, mesh), step, at.rank)
     model = made(step, mesh)
-    ours = cp.overlap(model, trial_steps=0)
+    ours = cp.overlap(model, trial_steps=0, memory="kept")
     unknown = Knowledge(None, {})  # else so small groups are left to torch
     with mock.patch("counterpoint.fsdp.overlapped.knowledge_of", return_value=unknown):
         found = trained(model, step, at.rank)

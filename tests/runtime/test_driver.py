@@ -65,7 +65,7 @@ class Runtime(SimpleNamespace):
 
     def __init__(self, *, version: int = 13000, refuses: str = ""):
         kinds = SimpleNamespace(cudaMemcpyDeviceToDevice=3)
-        super().__init__(cudaMemcpyKind=kinds, CUresult=lambda _: Status.cudaErrorInvalidValue)
+        super().__init__(cudaMemcpyKind=kinds, cudaError_t=Status)
         self.calls: list[tuple[str, tuple[object, ...]]] = []
         found: dict[str, Callable[..., tuple[object, ...]]] = {
             "cudaMemcpyAsync": lambda *_: (),
@@ -83,9 +83,9 @@ class Runtime(SimpleNamespace):
             setattr(self, name, noted)
         self.refuses = refuses
 
-    def cuMemcpyBatchAsync(self, *arguments: object) -> int:
-        self.calls.append(("cuMemcpyBatchAsync", arguments))
-        return int(self.refuses == "cuMemcpyBatchAsync")
+    def cudaMemcpyBatchAsync(self, *arguments: object) -> int:
+        self.calls.append(("cudaMemcpyBatchAsync", arguments))
+        return int(self.refuses == "cudaMemcpyBatchAsync")
 
     def copies(self) -> list[str]:
         return [name for name, _ in self.calls if "Memcpy" in name]
@@ -96,23 +96,30 @@ def install(forgotten: None, monkeypatch: pytest.MonkeyPatch) -> Callable[..., R
     def installed(**facts: object) -> Runtime:
         runtime = Runtime(**facts)  # type: ignore[arg-type]
         driver.no_batches.cache_clear()
-        for name in ("bindings", "driver_bindings", "library"):
+        for name in ("bindings", "runtime"):
             monkeypatch.setattr(driver, name, lambda: runtime)
         return runtime
 
     return installed
 
 
-def test_a_batch_is_one_call_with_one_attribute(install: Callable[..., Runtime]):
+@pytest.mark.parametrize(("major", "behind"), [(12, 1), (13, 0)])
+def test_a_batch_is_one_call_with_one_attribute(
+    major: int, behind: int, install: Callable[..., Runtime], monkeypatch: pytest.MonkeyPatch
+):
+    """Of CUDA 12 the call also says which copy failed."""
     runtime = install()
+    monkeypatch.setattr(driver, "cuda_major", lambda: major)
     driver.copy_batch_async(FLAT, STREAM)
-    ((_, call),) = (each for each in runtime.calls if each[0] == "cuMemcpyBatchAsync")
-    *arrays, count, attribute, index, num_attributes, _, stream = cast("Any", call)
+    ((_, call),) = (each for each in runtime.calls if each[0] == "cudaMemcpyBatchAsync")
+    *arrays, count, attribute, index, num_attributes = cast("Any", call)[:7]
+    assert len(call) == 8 + behind
+    stream = cast("Any", call[-1])
     assert [[*array] for array in arrays] == [[1000, 3000], [2000, 4000], [16, 32]]
     assert (count.value, num_attributes.value, stream.value) == (2, 1, STREAM)
     assert (attribute._obj.order, index._obj.value) == (1, 0)
     driver.copy_batch_async([], STREAM)
-    assert runtime.copies() == ["cuMemcpyBatchAsync"], "an empty batch is no call"
+    assert runtime.copies() == ["cudaMemcpyBatchAsync"], "an empty batch is no call"
 
 
 def test_a_batch_copies_from_elsewhere_next_time(install: Callable[..., Runtime]):
@@ -145,7 +152,7 @@ def test_what_no_batch_can_be(
 
 
 LACKS = [
-    ({"version": 12060}, "the driver is of CUDA 12.6; 12.8 or newer has cuMemcpyBatchAsync"),
+    ({"version": 12060}, "the driver is of CUDA 12.6; 12.8 or newer has cudaMemcpyBatchAsync"),
 ]
 
 
@@ -160,7 +167,7 @@ def test_without_batches_copies_go_singly(
     assert runtime.copies() == ["cudaMemcpyAsync", "cudaMemcpyAsync", "cudaMemcpy2DAsync"]
 
 
-@pytest.mark.parametrize("call", ["cuMemcpyBatchAsync", "cudaStreamIsCapturing"])
+@pytest.mark.parametrize("call", ["cudaMemcpyBatchAsync", "cudaStreamIsCapturing"])
 def test_every_status_of_a_batch_is_looked_at(call: str, install: Callable[..., Runtime]):
     install(refuses=call)
     with pytest.raises(CounterpointError, match=f"^{call} failed: cudaErrorInvalidValue$"):
@@ -173,8 +180,8 @@ EMPTY = Copy(7000, 0, 8000, 0, 0, 1)
 @pytest.mark.parametrize(
     ("copies", "stream", "capturing", "batched", "wanted"),
     [
-        (FLAT, STREAM, False, 2, ["cuMemcpyBatchAsync"]),
-        ([TALL, *FLAT, EMPTY], STREAM, False, 2, ["cuMemcpyBatchAsync", "cudaMemcpy2DAsync"]),
+        (FLAT, STREAM, False, 2, ["cudaMemcpyBatchAsync"]),
+        ([TALL, *FLAT, EMPTY], STREAM, False, 2, ["cudaMemcpyBatchAsync", "cudaMemcpy2DAsync"]),
         (FLAT, CAPTURED, True, 0, ["cudaMemcpyAsync"] * 2),
         (FLAT, 0, False, 0, ["cudaMemcpyAsync"] * 2),
         (FLAT[:1], STREAM, False, 0, ["cudaMemcpyAsync"]),
@@ -189,5 +196,5 @@ def test_what_goes_as_one_batch(
     driver.copies_async(copies, stream, capturing=capturing)
     assert runtime.copies() == wanted
     for name, arguments in runtime.calls:
-        if name == "cuMemcpyBatchAsync":
+        if name == "cudaMemcpyBatchAsync":
             assert len(cast("Any", arguments[2])) == batched

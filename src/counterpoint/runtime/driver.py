@@ -12,13 +12,14 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from counterpoint.errors import CounterpointError, InputError, UnsupportedError
 
 LEGACY = (0, 1)  # handles of the default stream that all others wait for
 BATCHES_SINCE = 12080  # version of CUDA
-IN_STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+IN_STREAM_ORDER = 1  # cudaMemcpySrcAccessOrderStream
 
 
 class Copy(NamedTuple):
@@ -114,7 +115,7 @@ def copy_batch_async(copies: Sequence[Copy], stream: int) -> None:
 
 
 class _Attributes(ctypes.Structure):
-    """CUmemcpyAttributes: the order, in which sources are read, and hints that are none."""
+    """cudaMemcpyAttributes: the order, in which sources are read, and hints that are none."""
 
     _fields_ = (
         ("order", ctypes.c_int), ("source_hint", ctypes.c_int * 2),
@@ -125,7 +126,7 @@ class _Attributes(ctypes.Structure):
 class Batch:
     """Plain copies in no order among themselves, ready to be submitted again and again.
 
-    The driver is called with arrays that are made once: by lists it took twice the host's time.
+    CUDA is called with arrays that are made once: by lists it took twice the host's time.
 
     Args:
         copies: of one row each.
@@ -138,10 +139,12 @@ class Batch:
         self.sources = words(*(c.source for c in copies))
         self.sizes = words(*(c.width for c in copies))
         in_stream_order = _Attributes(order=IN_STREAM_ORDER)
-        self._behind = (
+        self._behind = [
             ctypes.c_size_t(len(copies)), ctypes.byref(in_stream_order),
-            ctypes.byref(ctypes.c_size_t(0)), ctypes.c_size_t(1), ctypes.byref(ctypes.c_size_t(0)),
-        )  # fmt: skip
+            ctypes.byref(ctypes.c_size_t(0)), ctypes.c_size_t(1),
+        ]  # fmt: skip
+        if cuda_major() < 13:
+            self._behind.append(ctypes.byref(ctypes.c_size_t(0)))  # which copy failed
 
     def submit(self, stream: int, sources: Sequence[int] | None = None) -> None:
         """Enqueue them, in one call unless the stream is being captured.
@@ -164,15 +167,23 @@ class Batch:
             for target, source, size in zip(*of, strict=True):
                 copy_async(Copy(target, size, source, size, size, 1), stream)
             return
-        status = library().cuMemcpyBatchAsync(*of, *self._behind, ctypes.c_void_p(stream))
+        status = runtime().cudaMemcpyBatchAsync(*of, *self._behind, ctypes.c_void_p(stream))
         if status:
-            _check(driver_bindings().CUresult(status), "cuMemcpyBatchAsync")
+            _check(bindings().cudaError_t(status), "cudaMemcpyBatchAsync")
 
 
 @cache
-def library() -> Any:
-    """The CUDA driver itself, for calls with arrays that are made once."""
-    return ctypes.CDLL("libcuda.so.1")
+def runtime() -> Any:
+    """The CUDA runtime that torch has loaded, for calls with arrays that are made once.
+
+    The profiler tells whose copies are whose by calls of the runtime, not of the driver.
+    """
+    return ctypes.CDLL(f"libcudart.so.{cuda_major()}")
+
+
+def cuda_major() -> int:
+    """Of the CUDA that torch was built for."""
+    return int((torch.version.cuda or "0").partition(".")[0])
 
 
 @cache
@@ -187,7 +198,7 @@ def no_batches() -> str:
     _check(status, "cudaDriverGetVersion")
     if version < BATCHES_SINCE:
         has = f"{version // 1000}.{version % 1000 // 10}"
-        return f"the driver is of CUDA {has}; 12.8 or newer has cuMemcpyBatchAsync"
+        return f"the driver is of CUDA {has}; 12.8 or newer has cudaMemcpyBatchAsync"
     return ""
 
 
