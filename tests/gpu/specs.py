@@ -1,7 +1,9 @@
-"""Which plans the tests run: all that an operator's declaration names for a problem."""
+"""Which plans the tests run, all that an operator declares for a problem; and a bound."""
 
 from counterpoint.plan.operation import operation_of
 from counterpoint.problem import Problem
+
+SHORT_S = 4.0  # of a group that is to miss a rank: kernels are compiled in it, beside other tests
 
 
 def specs(problem: Problem) -> list[str]:

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as collectives
 import torch.nn.functional as F
+from specs import SHORT_S
 
 import counterpoint as cp
 from counterpoint.errors import InputError
@@ -213,7 +214,7 @@ def test_the_gradient(gpus):
 @pytest.mark.parametrize("plan", ["direct", "fused one_shot", "fused two_shot"])
 def test_a_missing_rank_is_named(gpus, plan):
     group = dist.new_group()
-    workspace_of(group, gpus).timeout_s = 1.0
+    workspace_of(group, gpus).timeout_s = SHORT_S
     tensors = given(4, 256)
     call(tensors, layer=False, group=group, plan=plan)
     torch.cuda.synchronize()

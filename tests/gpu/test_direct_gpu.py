@@ -5,6 +5,7 @@ import random
 import pytest
 import torch
 import torch.distributed as dist
+from specs import SHORT_S
 
 import counterpoint as cp
 from counterpoint.measure.timing import relative_error
@@ -137,7 +138,7 @@ def test_graphs_and_eager_calls_mix_while_ranks_are_late(gpus, op):
 )
 def test_a_missing_rank_is_named(gpus, op, plan):
     group = dist.new_group()
-    workspace_of(group, gpus).timeout_s = 1.0
+    workspace_of(group, gpus).timeout_s = SHORT_S
     x, w = operands(op, 64, 256, 128)
     op(x, w, group=group, plan=plan)
     torch.cuda.synchronize()

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from embedding_cases import expected, pooled, problem_of, random_bags
+from specs import SHORT_S
 
 import counterpoint as cp
 from counterpoint.runtime.capture import no_collector
@@ -442,7 +443,7 @@ def test_values_are_checked_when_asked(gpus, monkeypatch):
 
 def test_a_missing_rank_is_named(gpus):
     group = dist.new_group()
-    workspace_of(group, gpus).timeout_s = 1.0
+    workspace_of(group, gpus).timeout_s = SHORT_S
     layout = some_layout()
     ((bags, _),) = kinds(layout, {"dtype": torch.bfloat16, "rows": 9}, gpus, 1)
     called(bags, layout, group=group)

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from expert_bodies import by_expert, by_owner, multiplied, summed, tables, whole
+from specs import SHORT_S
 
 import counterpoint as cp
 import counterpoint.nn as cnn
@@ -274,7 +275,7 @@ def test_a_graph_outlives_what_it_was_compiled_by(gpus):
 @pytest.mark.parametrize("op", OPS)
 def test_a_missing_rank_is_named(gpus, op):
     group = dist.new_group()
-    workspace_of(group, gpus).timeout_s = 1.0
+    workspace_of(group, gpus).timeout_s = SHORT_S
     ranks = dist.get_world_size()
     counts = tables(ranks, 2)["even"]
     all_of = whole(counts, K, N, torch.bfloat16, back=op is cp.matmul_all_to_all)

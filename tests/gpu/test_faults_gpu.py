@@ -6,6 +6,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from specs import SHORT_S
 
 import counterpoint
 from counterpoint.runtime.workspace import workspace_of
@@ -15,7 +16,7 @@ from counterpoint.runtime.workspace import workspace_of
 def test_a_missing_rank_is_named(gpus, op):
     group = dist.new_group()
     workspace = workspace_of(group, gpus)
-    workspace.timeout_s = 2.0
+    workspace.timeout_s = SHORT_S
     ranks, missing = group.size(), 1
     x = torch.randn(64 if op == "all_gather_matmul" else 64 * ranks, 64, device="cuda")
     w = torch.randn(64, 64, device="cuda")
@@ -41,7 +42,7 @@ def test_a_missing_rank_is_named(gpus, op):
 def test_other_sizes_of_one_rank_are_told_on_all(gpus, plan):
     """All know both sizes, so nobody asks before kernels run; the next check says it."""
     group = dist.new_group()
-    workspace_of(group, gpus).timeout_s = 2.0
+    workspace_of(group, gpus).timeout_s = SHORT_S
     last = group.size() - 1
     w = torch.randn(64, 64, device="cuda").bfloat16()
     x, more = (torch.randn(rows, 64, device="cuda").bfloat16() for rows in (64, 128))

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from embedding_cases import expected, problem_of, random_bags
+from specs import SHORT_S
 from test_overlap_ops import check
 
 import counterpoint as cp
@@ -173,7 +174,7 @@ def test_an_island_that_is_missing_is_named_and_the_gpu_drains(gpus):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COUNTERPOINT_ISLAND", str(group.rank() // size))
         workspace = workspace_of(group, gpus)
-    workspace.timeout_s = 2.0
+    workspace.timeout_s = SHORT_S
     x, w = torch.randn(64, 64, device="cuda"), torch.randn(64, 64, device="cuda")
     cp.all_gather_matmul(x, w, group=group, plan="islands")
     cp.check(group)

@@ -6,6 +6,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from specs import SHORT_S
 
 import counterpoint as cp
 from counterpoint.measure.timing import relative_error
@@ -283,7 +284,7 @@ def test_compiled_and_differentiated(gpus):
 
 def test_a_missing_rank_is_named(gpus):
     group = dist.new_group()
-    workspace_of(group, gpus).timeout_s = 1.0
+    workspace_of(group, gpus).timeout_s = SHORT_S
     x, w = operands(4, 1024, 256)
     cp.matmul_all_reduce(x, w, group=group, plan="fused")
     cp.check(group)

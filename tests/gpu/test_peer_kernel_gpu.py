@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from peer_examples import MATMUL, SUM, example, gathered, whole
+from specs import SHORT_S
 
 import counterpoint as cp
 from counterpoint.runtime.workspace import workspace_of
@@ -63,7 +64,7 @@ def test_a_scattered_product_is_right_eagerly_and_replayed(gpus, m, n, k):
 @pytest.mark.own_gpu
 def test_a_missing_rank_is_named(gpus):
     group = dist.new_group()
-    workspace_of(group, gpus).timeout_s = 2.0
+    workspace_of(group, gpus).timeout_s = SHORT_S
     module = example(SUM)
     kernel = module.PeerKernel(
         module.all_reduce_add_kernel, device=gpus, group=group, num_flags=group.size(),
