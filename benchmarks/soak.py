@@ -247,7 +247,7 @@ def said(*ops: str) -> Callable[[Mapping[int, list[Row]]], str]:
 
 SOAK = Benchmark(
     "soak", cases, rows=rows_of, unit="ms",
-    short=lambda case: case["op"] not in ("matmul_all_to_all", *list(ROUTED)[:-1]),
+    short=lambda case: case["op"] not in ("matmul_all_to_all", *list(ROUTED)[:-1], *MEMORY),
     sections=(
         *(Section(page, marker, said(op)) for op, (page, marker) in PAGES.items()),
         Section("docs/results/experts.md", "experts-soak",
