@@ -30,7 +30,7 @@ from counterpoint.ops.expert_launches import (
     whole_rows,
 )
 from counterpoint.ops.token_sums import sum_of_rows
-from counterpoint.plan import all_to_all_matmul, matmul_all_to_all
+from counterpoint.plan import expert_operators
 from counterpoint.plan.bind import bind
 from counterpoint.plan.families import build
 from counterpoint.plan.fused_experts import inside
@@ -231,7 +231,8 @@ def reference(site: Site) -> Action:
     """
     whole, workspace = site.places.plan.problem, site.places.workspace
     p, seen = inside(whole), on_island(site.places)
-    serial = (matmul_all_to_all if p.op == COMBINE else all_to_all_matmul).serial
+    combines = p.op == COMBINE
+    serial = expert_operators.combine_serial if combines else expert_operators.dispatch_serial
     # routes are those of tokens on one rank, too, where `build` has plain matmuls
     plan = serial(replace(p, counts="routed")) if p.by_routes else build(p, "serial")
     workspace.reserve(plan)

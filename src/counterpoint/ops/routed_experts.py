@@ -1,7 +1,7 @@
 """The operators of experts on tokens, by routes; each is the other's gradient.
 
 A dispatch takes tokens to the rows of their experts; a combine takes rows, weighted, to the sums of
-their tokens. How rows go: plan/routed_experts.py. Where only the device knows routes, one kernel
+their tokens. How rows go: plan/expert_groups.py. Where only the device knows routes, one kernel
 takes the call, and those beside it; or else the host reads them, and waits.
 """
 

@@ -1,5 +1,8 @@
 """What plans of experts share: rows by owner or by expert, exchanges of a group, its matmuls.
 
+expert_groups.py has the plans inside an island, expert_islands.py those of several, and
+expert_operators.py the two operators.
+
 A step is a group of experts with all its peers: its copies carry what all ranks have for these
 experts, or what these have made for all ranks, and each weight is read once. So every step is an
 exchange with all peers that is finer than a shard, as those of plan/finer.py, and on a mesh all
@@ -19,8 +22,11 @@ its plan: `rows`, where to put the rows that come to this rank's experts; `add`,
 the products of a combine; `index`, `weights` and `sums`, see ops/matmul_all_to_all.py; and `clear`,
 if rows of the results that are none have to be zero.
 
-By routes, x is tokens, of which one may have several experts: routed_experts.py, and inside an
-island routed_groups.py.
+By routes, x is tokens, of which one may have several experts. A spread writes a row again for each
+place that it goes to; a fold, its transpose, sums them in fp32. Which rows those are differs from
+call to call: they are an operand, `routes`, see runtime/routes.py. The boxes of a plan, and so its
+proof, are those of one expert for each token and equal counts, where a spread and a fold move rows
+as they are. What a fold sums is beyond that proof: tests compare it.
 
 Rows lie by owner or by expert. By owner: block d is of rank d, and in it part e of the e-th expert
 of that rank. By expert: part e of every block, one after the other, which is a buffer in chunks.
@@ -28,24 +34,23 @@ of that rank. By expert: part e of every block, one after the other, which is a 
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import product
 
 from counterpoint.costs import Tiles
 from counterpoint.machine import Machine
 from counterpoint.plan import fused_experts, grading
 from counterpoint.plan.bind import Box
-from counterpoint.plan.names import COMPUTE, COPY, OWN, SIGNAL, collective, counts_of, rows_said
-from counterpoint.plan.operation import Family, Operation, Options, in_a_row
+from counterpoint.plan.names import COMPUTE, COPY, OWN, SIGNAL, counts_of, routes_of, rows_said
+from counterpoint.plan.operation import Options
 from counterpoint.plan.peers import Chunk, Order, orders
-from counterpoint.plan.sizes import check_experts
 from counterpoint.plan.steps import (
     COUNTS,
+    ME,
     ROUTES,
     Buffer,
+    Kind,
     Lane,
     Peer,
-    Plan,
     Region,
     Signal,
     Space,
@@ -58,55 +63,23 @@ from counterpoint.problem import Problem
 LOCAL = Lane("local", "copy", priority=-1)
 LANES = (COMPUTE, SIGNAL, COPY, LOCAL)
 WHOLE: Chunk = (0, 1)
+BY_EXPERT = {"rows", "product"}  # what is multiplied, and what that makes
 EXCHANGES = 8  # from as many experts on, groups of them are enough
+Pair = tuple[str, str]  # names of the buffers that a step reads and writes
 
 
-def weights_and_counts(p: Problem) -> tuple[Buffer, ...]:
-    """The experts of a rank, one under the other; what says how many rows they have, and which."""
+def operands(p: Problem, *, dispatches: bool) -> tuple[Buffer, ...]:
+    """The user's tensors: x and y, one by owner and one by expert, and what is between them.
+
+    The experts of a rank lie one under the other. Where counts differ, a table says how many rows
+    each has, and routes which.
+    """
     weights = Buffer("w", (p.experts * p.k, p.n), p.dtype, "input")
     table = Buffer(COUNTS, (p.ranks, p.ranks * p.experts), "int64", "input")
     routes = Buffer(ROUTES, (1, p.m), "int64", "input")
     differ = () if p.counts == "equal" else (table, *((routes,) if p.by_routes else ()))
-    return weights, *differ
-
-
-def operation(
-    operands: Callable[[Problem], tuple[Buffer, ...]],
-    serial: Callable[[Problem], Plan],
-    grouped: Callable[[Problem, Options, Machine], Plan],
-    predict: grading.ExpertsMakespan,
-    others: tuple[Family, ...],
-    *,
-    dispatches: bool,
-) -> Operation:
-    """One of the two operators of experts: rows go to them, or what they have made goes back.
-
-    Args:
-        others: its families for ranks of several islands, and for routes.
-    """
-
-    return Operation(
-        operands=operands,
-        definition=partial(definition, dispatches=dispatches),
-        alone=lambda p: matmuls(p, 0, range(p.experts), ("x", "y")),
-        families=(
-            in_a_row("serial", serial),
-            fused_experts.family(operands),
-            Family(name="grouped", takes=("peers", "sizes", "chunks"), build=grouped,
-                   wants=wants_known_counts, guess_s=guess_of(predict)),
-            *others,
-        ),
-        candidates=candidates,
-        collectives=("all_to_all",),
-        check=check_experts,
-        moved=lambda p: (0, p.k if dispatches else p.n),
-        overlapped=fused_experts.overlapped,
-        gradient="",
-        without_serial=without_serial,
-        untold=untold,
-        fused_s=fused_experts.seconds,
-        rule=lambda p, machine: fused_experts.or_serial(p),
-    )  # fmt: skip
+    x = rows_of(p, "x", p.k, "input", by_expert=not dispatches)
+    return x, weights, *differ, rows_of(p, "y", p.n, "output", by_expert=dispatches)
 
 
 def guess_of(
@@ -119,13 +92,6 @@ def guess_of(
         return predict(p, tuple(map(len, spans)), chunks, machine)
 
     return guess_s
-
-
-def wants_known_counts(p: Problem) -> str:
-    """What a family wants whose steps the host lays out."""
-    if p.by_routes:
-        return "a row for each expert of a token"
-    return "" if p.counts != "device" else "counts known to the host"
 
 
 def without_serial(p: Problem) -> tuple[str, str]:
@@ -210,7 +176,7 @@ def part_of(e: int, experts: int, chunk: Chunk) -> Chunk:
 
 
 def matmuls(
-    p: Problem, i: int, span: range, pair: tuple[str, str], *,
+    p: Problem, i: int, span: range, pair: Pair, *,
     suffix: str = "", chunk: Chunk = WHOLE, cols: tuple[int, int] | None = None,
     shards: tuple[Peer, ...] = (),
 ) -> tuple[Step, ...]:  # fmt: skip
@@ -240,10 +206,25 @@ def rows_of(p: Problem, name: str, cols: int, space: Space, *, by_expert: bool) 
     return Buffer(name, (p.m, cols), p.dtype, space, split=True, chunks=chunks)
 
 
-def all_to_all(p: Problem, source: str, target: str) -> Step:
-    """The library's all-to-all, with the pass that puts rows in order."""
-    reads = (Region(source), *counts_of(p))
-    return collective("all_to_all", "all_to_all", reads, Region(target))
+def between(p: Problem, cols: int, *names: str, space: Space = "scratch") -> list[Buffer]:
+    """Buffers between two steps: by expert what is multiplied, by owner what travels."""
+    return [rows_of(p, name, cols, space, by_expert=name in BY_EXPERT) for name in names]
+
+
+def routed(
+    p: Problem, kind: Kind, name: str, pair: Pair, *, shards: tuple[Peer, ...] = (),
+    span: range | None = None, after: tuple[str, ...] = (), waits: tuple[Signal, ...] = (),
+) -> Step:  # fmt: skip
+    """A spread or a fold of rows, expert by expert where one side lies so.
+
+    Args:
+        shards: of these ranks.
+        span: of these experts; None: of all.
+    """
+    experts = p.experts if span or {*pair} & BY_EXPERT else 1
+    parts = [part_of(e, experts, WHOLE) for e in span or range(experts)]
+    reads, writes = (tuple(Region(b, ME, shards, part) for part in parts) for b in pair)
+    return Step(name, COMPUTE.name, kind, (*reads, *routes_of(p)), writes, after, waits)
 
 
 def spans_of(
@@ -276,7 +257,7 @@ def definition(p: Problem, rank: int, *, dispatches: bool) -> Iterator[tuple[Box
 
 
 def _rail(p: Problem, rank: int, *, dispatches: bool) -> Iterator[tuple[Box, Value]]:
-    """The buffer `rail` of expert_rails.py: block i, q is of the rank of this place in island i.
+    """The buffer `rail` of expert_islands.py: block i, q is of the rank of this place in island i.
 
     It is its rows for place q of this island, or what that has made of them.
     """

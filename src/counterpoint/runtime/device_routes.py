@@ -20,7 +20,7 @@ one behind the other, each from a multiple of 16 bytes on:
                                    on some rank, how many more * 2^8, and bits of such ranks * 2^32
 
 Mates are the ranks of an island. A rank holds the tokens of its rail, in order of islands (of the
-ranks that have its place in each of them): see plan/expert_rails.py. On one island these are its
+ranks that have its place in each of them): see plan/expert_islands.py. On one island these are its
 own, and the last two lists are empty. Where a list has fewer, NONE stands for the others. Rows by
 expert are in order of source ranks, whatever the islands.
 

@@ -1,4 +1,4 @@
-"""Steps along rails of plans whose routes the device alone knows: see plan/expert_rails.py.
+"""Steps along rails of plans whose routes the device alone knows: see plan/expert_islands.py.
 
 Buffers "rail" and "got" have a block of rows for each island, one for each token of a rank, without
 gaps. Sizes are those of the tensors of a call: no step reads what its routes say.
