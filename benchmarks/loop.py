@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.declare import Bench
+from benchmarks.kernel_matmul import matmul_kernel
 from benchmarks.persistent import free_grid_matmul_kernel
-from counterpoint.kernels.matmul import matmul_kernel
 from counterpoint.measure.timing import relative_error
 from counterpoint.resources.pipeline import Pipeline
 

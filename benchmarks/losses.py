@@ -17,8 +17,8 @@ from benchmarks.declare import Arms, Bench, Benchmark, Call, Case, Section
 from benchmarks.pictures import Axis, curves, layer_name, place
 from benchmarks.rows import Row
 from benchmarks.tables import measured, of_most, us
+from benchmarks.transports import TRANSPORTS, missing, open_transport
 from counterpoint.measure.timing import relative_error
-from counterpoint.runtime.transports import TRANSPORTS, missing, open_transport
 
 MIB = 1 << 20
 # rows, n, k: of Llama-3-70B at 8 ranks, and a GEMM of tall tiles alone

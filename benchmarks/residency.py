@@ -11,12 +11,7 @@ from typing import NamedTuple
 from benchmarks.declare import Section
 from benchmarks.loop import COLLECTIVE_BYTES, SHAPES, TRITON
 from benchmarks.pictures import Axis, curves, place, shown
-from benchmarks.rows import KINDS, Row, gpus_of, kind_of, results
-from benchmarks.sharing import in_graph
-from benchmarks.tables import measured
-from counterpoint import presets
-from counterpoint.machine import Machine
-from counterpoint.resources.residency import (
+from benchmarks.residency_model import (
     Constants,
     Setting,
     Sharing,
@@ -24,6 +19,11 @@ from counterpoint.resources.residency import (
     regridded,
     time_ratio,
 )
+from benchmarks.rows import KINDS, Row, gpus_of, kind_of, results
+from benchmarks.sharing import in_graph
+from benchmarks.tables import measured
+from counterpoint import presets
+from counterpoint.machine import Machine
 from counterpoint.runtime.occupancy import Kernel
 
 # what NCCL 2.28.9 launches on H200s, as captured graphs show it: a block, and how many

@@ -315,7 +315,7 @@ def embedding(at: At, plan: str) -> None:
 
 
 def exchanged(at: At) -> None:
-    from counterpoint.runtime.transports import open_transport
+    from benchmarks.transports import open_transport
 
     part = 4096
     transport = open_transport("sm", at.group, at.device, RANKS * part)

@@ -50,9 +50,6 @@ FORBIDDEN |= {
                                        if p not in ("plan", "resources")))
     for file in ("controls", "rewrites", "search")
 }  # fmt: skip
-FORBIDDEN["resources/residency.py"] = (
-    *HEAVY, *(f"counterpoint.{p}" for p in ABOVE_FACTS if p not in ("resources", "runtime"))
-)  # fmt: skip
 FORBIDDEN |= {
     "kernels/": ("torch.distributed", *(f"counterpoint.{p}" for p in
                  ("plan", "model", "choose", "resources", "measure", "runtime", "ops", "nn",

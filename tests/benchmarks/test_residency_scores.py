@@ -7,10 +7,10 @@ import pytest
 from loop_rows import FACTS
 
 from benchmarks import residency
+from benchmarks.kernel_matmul import matmul_kernel
 from benchmarks.loop import TRITON, Pair
+from benchmarks.residency_model import Constants, Setting, time_ratio
 from benchmarks.rows import Row
-from counterpoint.kernels.matmul import matmul_kernel
-from counterpoint.resources.residency import Constants, Setting, time_ratio
 from counterpoint.testing.ptx import compiled
 
 TRUE = Constants(full_blocks=0.7, full_bytes=20000, sharpness=5, crowding=0.1, drain_waves=1.5)

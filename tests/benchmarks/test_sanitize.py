@@ -13,6 +13,7 @@ from on_ranks import on_ranks
 from rank_bodies import world
 from triton.runtime.jit import JITFunction
 
+import benchmarks
 import counterpoint
 from benchmarks.gpu_suite import END_S, SANITIZE_S
 
@@ -29,7 +30,9 @@ def log(tool: str, found: int, kernels: frozenset[str] = sanitize.EXPECTED) -> s
 
 def test_every_kernel_is_launched_or_left_out():
     found = set[str]()
-    modules = [m.name for m in pkgutil.walk_packages(counterpoint.__path__, "counterpoint.")]
+    packages = counterpoint, benchmarks
+    modules = [m.name for p in packages
+               for m in pkgutil.walk_packages(p.__path__, f"{p.__name__}.")]  # fmt: skip
     for module in (m for m in modules if ".kernels." in m or ".kernel_" in m):
         for name, value in vars(importlib.import_module(module)).items():
             if isinstance(value, JITFunction) and name.endswith("_kernel"):

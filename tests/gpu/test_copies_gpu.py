@@ -6,6 +6,8 @@ import torch.distributed as dist
 from activities import device_activities
 
 import counterpoint
+from benchmarks.peer_moves import ring
+from benchmarks.transports import TRANSPORTS, missing, open_transport
 from counterpoint.errors import InputError, UnsupportedError
 from counterpoint.measure.profile import traced
 from counterpoint.plan.bind import bind
@@ -13,9 +15,7 @@ from counterpoint.plan.families import build
 from counterpoint.problem import ITEM_BYTES, Problem
 from counterpoint.runtime import driver
 from counterpoint.runtime.driver import Copy, copies_async, copy_async, copy_batch_async
-from counterpoint.runtime.peer_moves import ring
 from counterpoint.runtime.symmetric import allocate
-from counterpoint.runtime.transports import TRANSPORTS, missing, open_transport
 
 SENTINEL = 0xA5
 SIZES = (1, 15, 4096, 70001, 1 << 20)  # bytes

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from benchmarks.kernel_matmul import matmul_kernel
 from counterpoint.errors import InputError, UnsupportedError
-from counterpoint.kernels.matmul import matmul_kernel
 from counterpoint.resources.shape import Nodes, Shape
 from counterpoint.resources.shape_triton import triton_launches
 from counterpoint.runtime import graph_nodes

@@ -20,7 +20,7 @@ from rank_bodies import world
 from rankpool import RankPool
 from torch import Tensor
 
-from counterpoint.kernels.matmul import matmul_kernel
+from benchmarks.kernel_matmul import matmul_kernel
 from counterpoint.kernels.reduce import reduce_kernel
 from counterpoint.kernels.signal import signal_kernel
 from counterpoint.runtime.symmetric import allocate

@@ -16,14 +16,14 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.errors import PTXASError
 
+from benchmarks.kernel_exchange import exchange_kernel
+from benchmarks.kernel_matmul import matmul_kernel
 from counterpoint import machine
 from counterpoint.kernels import device_routes, embedding_gradient, router
 from counterpoint.kernels.activation import activation_gradient_kernel, activation_kernel
 from counterpoint.kernels.add_norm import add_norm_kernel
 from counterpoint.kernels.all_to_all_matmul import clear_kernel
 from counterpoint.kernels.delay import delay_kernel
-from counterpoint.kernels.exchange import exchange_kernel
-from counterpoint.kernels.matmul import matmul_kernel
 from counterpoint.kernels.matmul_all_to_all import collect_kernel
 from counterpoint.kernels.merge_attention import merge_attention_kernel
 from counterpoint.kernels.reduce import reduce_kernel

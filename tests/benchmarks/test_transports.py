@@ -11,10 +11,11 @@ from rank_bodies import world
 from refusals import wrongly_refused
 from torch import Tensor
 
+from benchmarks import peer_moves, transports
+from benchmarks.transports import TRANSPORTS, missing, open_transport
 from counterpoint.errors import UnsupportedError
 from counterpoint.machine import kernels_refused
-from counterpoint.runtime import driver, peer_moves, symmetric_cuda, transports
-from counterpoint.runtime.transports import TRANSPORTS, missing, open_transport
+from counterpoint.runtime import driver, symmetric_cuda
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda", 0)

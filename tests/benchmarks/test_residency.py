@@ -7,9 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from counterpoint import presets
-from counterpoint.errors import InputError
-from counterpoint.resources.residency import (
+from benchmarks.residency_model import (
     Constants,
     Residency,
     Setting,
@@ -20,6 +18,8 @@ from counterpoint.resources.residency import (
     residency,
     time_ratio,
 )
+from counterpoint import presets
+from counterpoint.errors import InputError
 from counterpoint.runtime.occupancy import Kernel
 
 RING = Kernel(544, 96, 21568, 82240)

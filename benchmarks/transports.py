@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.peer_moves import ByCopies, ByCpuCopies, ByKernel, ByTriton, Move, Peers
 from counterpoint.errors import InputError, UnsupportedError
 from counterpoint.runtime import compute, driver, symmetric_cuda, zero_cta
 from counterpoint.runtime.device_limits import refused_on
-from counterpoint.runtime.peer_moves import ByCopies, ByCpuCopies, ByKernel, ByTriton, Move, Peers
 
 ALIGN_BYTES = 16
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import triton
 
-from counterpoint.kernels.exchange import exchange_kernel
+from benchmarks.kernel_exchange import exchange_kernel
 from counterpoint.plan.bind import Arrival
 from counterpoint.runtime import driver, launch_cuda
 from counterpoint.runtime.driver import Copy
