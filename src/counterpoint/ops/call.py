@@ -27,11 +27,10 @@ from counterpoint.plan.steps import Plan
 from counterpoint.problem import Problem
 from counterpoint.runtime import activated
 from counterpoint.runtime.attention import made_whole
-from counterpoint.runtime.compute import Action
 from counterpoint.runtime.execute import Code, compile_plan
 from counterpoint.runtime.ranks import group_of
 from counterpoint.runtime.scaled import FP8
-from counterpoint.runtime.workspace import Operands, Workspace, workspace_of, workspaces
+from counterpoint.runtime.workspace import Action, Operands, Workspace, workspace_of, workspaces
 
 # both private, and asked at each call: a feature test holds them
 _any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled  # pyright: ignore

@@ -21,13 +21,13 @@ from counterpoint.ops.embedding_gradients import bounds_of, pooled_on_cpu
 from counterpoint.plan.boxes import hull
 from counterpoint.plan.embedding_bag_all_to_all import OP
 from counterpoint.plan.steps import Step
-from counterpoint.runtime.compute import Action, side_by_side
+from counterpoint.runtime.compute import side_by_side
 from counterpoint.runtime.embedding_layout import DTYPES, VECTOR_BYTES, block_of, vector_of
 from counterpoint.runtime.fused import FusedMemory, fused_memory
 from counterpoint.runtime.launch import Grid, Launch, Site, register
 from counterpoint.runtime.library import library_of
 from counterpoint.runtime.notice_board import Awaited
-from counterpoint.runtime.workspace import Operands, refuse_capture
+from counterpoint.runtime.workspace import Action, Operands, refuse_capture
 
 MAX_KNOWN = 64  # sets of tables whose chunks are kept by where they lie; and launches
 COPY_BLOCK = 4096

@@ -32,11 +32,10 @@ from counterpoint.plan.bind import Box
 from counterpoint.plan.operation import operation_of
 from counterpoint.problem import Counts, Problem
 from counterpoint.problem import dtype_of as problem_dtype
-from counterpoint.runtime.compute import Action
 from counterpoint.runtime.counted import refusal
 from counterpoint.runtime.execute import Code
 from counterpoint.runtime.ranks import group_of
-from counterpoint.runtime.workspace import Operands, Places
+from counterpoint.runtime.workspace import Action, Operands, Places
 
 KINDS: tuple[Counts, ...] = ("equal", "host", "device")
 

@@ -38,12 +38,11 @@ from counterpoint.plan.fused_sum import padded
 from counterpoint.plan.steps import COUNTS, ROUTES
 from counterpoint.problem import Problem
 from counterpoint.runtime import compute, routed
-from counterpoint.runtime.compute import Action
 from counterpoint.runtime.counted import DISPATCH
 from counterpoint.runtime.device_routes import Sizes, on_host
 from counterpoint.runtime.launch import ALIGN, Grid, Launch, Site, register
 from counterpoint.runtime.routes import LISTS
-from counterpoint.runtime.workspace import Operands, Places
+from counterpoint.runtime.workspace import Action, Operands, Places
 
 
 def _start(each: Experts, operands: Operands) -> Started:

@@ -12,13 +12,12 @@ from counterpoint.ops.norms import NAMES, Norm
 from counterpoint.plan.all_reduce_norm import OP, row_words, settings_in
 from counterpoint.plan.fused_sum import padded
 from counterpoint.problem import Problem
-from counterpoint.runtime.compute import Action
 from counterpoint.runtime.fused import fused_memory
 from counterpoint.runtime.launch import Grid, Launch, Site, register
 from counterpoint.runtime.launch_collective import DTYPES, words
 from counterpoint.runtime.library import library_of
 from counterpoint.runtime.notice_board import Awaited
-from counterpoint.runtime.workspace import Operands
+from counterpoint.runtime.workspace import Action, Operands
 
 
 def norm_of(p: Problem) -> Norm:

@@ -7,13 +7,12 @@ from torch import Tensor
 
 from counterpoint.kernels.matmul_all_reduce import matmul_all_reduce_kernel
 from counterpoint.plan.fused_sum import KERNEL, own_rows, settings_in
-from counterpoint.runtime.compute import Action
 from counterpoint.runtime.fused import fused_memory
 from counterpoint.runtime.invariant_matmul import in_one_chain
 from counterpoint.runtime.launch import ALIGN, Grid, Launch, Site, aligned, register
 from counterpoint.runtime.library import library_of
 from counterpoint.runtime.notice_board import Awaited
-from counterpoint.runtime.workspace import Operands
+from counterpoint.runtime.workspace import Action, Operands
 
 GIVEN = ("x_ptr", "w_ptr", "bias_ptr", "y_ptr", "stride_wk", "stride_wn")
 SHOTS = {"one_shot": 1, "two_shot": 2, "scatter": 1}

@@ -14,8 +14,7 @@ from torch import Tensor
 from counterpoint.errors import UnsupportedError
 from counterpoint.kernels.merge_attention import merge_attention_kernel
 from counterpoint.plan.bind import BoundStep, Part, Program, bind
-from counterpoint.runtime.compute import Action
-from counterpoint.runtime.workspace import Operands, Place, Places
+from counterpoint.runtime.workspace import Action, Operands, Place, Places
 
 aten: Any = torch.ops.aten
 MERGED_ROWS = 32  # of one program

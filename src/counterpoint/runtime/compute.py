@@ -17,9 +17,8 @@ from counterpoint.runtime import activated, counted, cublaslt, invariant_matmul,
 from counterpoint.runtime.library import Library, library_of
 from counterpoint.runtime.notice_board import Awaited
 from counterpoint.runtime.wire import wire_of
-from counterpoint.runtime.workspace import Operands, Place, Places
+from counterpoint.runtime.workspace import Action, Operands, Place, Places
 
-Action = Callable[[Operands], object]  # what it returns is nothing's
 Calls = Mapping[str, Callable[[], object]]  # what opaque steps do, by their names
 
 

@@ -13,11 +13,11 @@ import torch
 
 from counterpoint.plan.bind import BoundStep, Part, Program
 from counterpoint.runtime import attention, compute, counted, routed
-from counterpoint.runtime.compute import Action, Calls
+from counterpoint.runtime.compute import Calls
 from counterpoint.runtime.launch import Site, fused_action
 from counterpoint.runtime.notice_board import LOOK_EVERY_S, Awaited
 from counterpoint.runtime.pads_cpu import await_words, pads_of, wrapped
-from counterpoint.runtime.workspace import Operands, Places, Workspace
+from counterpoint.runtime.workspace import Action, Operands, Places, Workspace
 from counterpoint.spans import Span
 
 COMPUTE: dict[str, Callable[[BoundStep, Part, Places], Action]] = {

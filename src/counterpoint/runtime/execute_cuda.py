@@ -25,11 +25,11 @@ from counterpoint.runtime import (
     launch_cuda,
     routed,
 )
-from counterpoint.runtime.compute import Action, Calls
+from counterpoint.runtime.compute import Calls
 from counterpoint.runtime.lanes_cuda import CudaLanes, awaited_by, lanes_of, profiling
 from counterpoint.runtime.launch import Site, fused_action
 from counterpoint.runtime.wire import wire_of
-from counterpoint.runtime.workspace import Operands, Places, Workspace, refuse_capture
+from counterpoint.runtime.workspace import Action, Operands, Places, Workspace, refuse_capture
 
 COMPUTE_LANE = "compute"
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -24,10 +24,7 @@ from counterpoint.runtime.device_limits import limits_here
 from counterpoint.runtime.footprint import triton_footprint
 from counterpoint.runtime.lanes_cuda import raw_stream
 from counterpoint.runtime.occupancy import occupancy
-from counterpoint.runtime.workspace import Operands, Places
-
-if TYPE_CHECKING:  # steps that are torch calls may end in a kernel
-    from counterpoint.runtime.compute import Action
+from counterpoint.runtime.workspace import Action, Operands, Places
 
 RESERVED_SMS = 32  # left to collectives of other groups, should they be there
 ALIGN = 16  # bytes: what Triton compiles for, if an address is a multiple of it
@@ -218,7 +215,7 @@ def register(
     _kernels[name] = Kernel(prepare, reference)
 
 
-def fused_action(site: Site) -> "Action":
+def fused_action(site: Site) -> Action:
     """What runs a fused step, compiled where it is a kernel.
 
     Raises:

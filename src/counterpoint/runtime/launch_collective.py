@@ -8,10 +8,9 @@ from torch import Tensor
 
 from counterpoint.kernels.collectives import collective_kernel
 from counterpoint.plan.bind import BoundStep
-from counterpoint.runtime.compute import Action
 from counterpoint.runtime.fused import fused_memory
 from counterpoint.runtime.launch import Grid, Launch, aligned
-from counterpoint.runtime.workspace import Operands, Places
+from counterpoint.runtime.workspace import Action, Operands, Places
 
 NUM_WARPS = 4
 BLOCKS = (256, 512)  # words of a rank's part that a program takes at a time, of 4 ranks

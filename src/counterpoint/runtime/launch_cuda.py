@@ -9,11 +9,10 @@ from counterpoint.errors import UnsupportedError
 from counterpoint.kernels.reduce import reduce_kernel
 from counterpoint.kernels.signal import signal_kernel
 from counterpoint.plan.bind import Arrival, BoundStep, Part
-from counterpoint.runtime.compute import Action
 from counterpoint.runtime.lanes_cuda import CudaLanes
 from counterpoint.runtime.library import library_of
 from counterpoint.runtime.notice_board import Awaited
-from counterpoint.runtime.workspace import Operands, Places
+from counterpoint.runtime.workspace import Action, Operands, Places
 
 MIN_LANES = 32
 REDUCE_BLOCK = 1024  # columns of one program: 16 bytes per thread and load in bf16

@@ -42,6 +42,7 @@ SETUP = Awaited("counterpoint", "come to set up the group's memory", "workspace"
 # the user's tensors by buffer name, each 2-D; of a plan of experts, w is [experts, K, N]
 Operands = dict[str, Tensor]
 Place = Callable[[Operands], Tensor]  # a box as a tensor, when the operands are known
+Action = Callable[[Operands], object]  # a step; what it returns is nothing's
 
 
 def bound_of(group: dist.ProcessGroup, device: torch.device) -> tuple[float, str]:

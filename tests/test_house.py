@@ -1,0 +1,129 @@
+"""The size and the shape of the house: ceilings that fall with the code, and are raised by nobody.
+
+What is counted: lines of code, which hold a token other than a docstring or a comment; files of a
+folder; circles of imports, those of annotations and of functions included; and modules of the
+library that nothing in it reaches.
+"""
+
+import ast
+import io
+import re
+import tokenize
+from collections import Counter
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+HOUSE = ROOT / "src" / "counterpoint"
+# lines of code of each folder, as they are: a change that needs more says why, and edits this table
+CODE = {
+    ".": 1600, "adapters": 2221, "choose": 557, "cli": 2129, "fsdp": 1572, "kernels": 2640,
+    "measure": 2012, "model": 667, "nn": 850, "ops": 6153, "plan": 5568, "resources": 1413,
+    "runtime": 6351, "scale": 2598, "testing": 344,
+}  # fmt: skip
+CODE_OF_BENCHMARKS = 12165
+SLACK = 30  # lines by which a folder may be smaller than its ceiling before that is lowered
+MOST_FILES, MOST_LINES = 20, 400  # of a folder, and of a file
+# what is above: as it is, until it falls
+FILES = {"adapters": 22, "cli": 21, "kernels": 24, "ops": 49, "plan": 58, "runtime": 60,
+         "scale": 24}  # fmt: skip
+LONG = {
+    "runtime/notice_board.py": 808, "fsdp/overlapped.py": 611, "ops/all_gather_matmul.py": 559,
+    "ops/call.py": 558, "fsdp/torch_parts.py": 514, "runtime/workspace.py": 495,
+    "runtime/ranks.py": 494, "nn/linear.py": 441, "measure/draw.py": 415,
+}  # fmt: skip
+# the first file of each circle, and how many it has
+CIRCLES = {"measure/draw.py": 2, "measure/draw_step.py": 2, "plan/attended.py": 11}
+# what users and frameworks name, where no file of the library does
+DOORS = ("adapters/", "cli/", "testing/", "device.py", "__main__.py")
+
+
+def code_lines(path: Path) -> int:
+    """Lines that hold a token other than a docstring or a comment."""
+    text = path.read_text()
+    docs, code = set[int](), set[int]()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            first = node.body[0] if node.body else None
+            if first and ast.get_docstring(node, clean=False) is not None:
+                docs |= {*range(first.lineno, (first.end_lineno or 0) + 1)}
+    empty = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
+             tokenize.ENDMARKER}  # fmt: skip
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in empty:
+            code |= {*range(token.start[0], token.end[0] + 1)}
+    return len(code - docs)
+
+
+@cache
+def files() -> dict[str, Path]:
+    return {path.relative_to(HOUSE).as_posix(): path for path in sorted(HOUSE.rglob("*.py"))}
+
+
+@cache
+def imports() -> dict[str, set[str]]:
+    """By file: the files of the library that it imports, wherever it does; the root names all."""
+    modules = {f"counterpoint.{f[:-3].replace('/', '.')}".removesuffix(".__init__"): f
+               for f in files()}  # fmt: skip
+    found: dict[str, set[str]] = {}
+    for file, path in files().items():
+        named = set[str]()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                named |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                each = {f"{node.module}.{alias.name}" for alias in node.names}
+                named |= {name if name in modules else name.rpartition(".")[0] for name in each}
+        if file.endswith("__init__.py"):  # names of what is imported where it is touched
+            for word in re.findall(r'"([\w.]+)"', path.read_text()):
+                named |= {word, f"counterpoint.{word}"}
+        found[file] = {modules[name] for name in named if name in modules} - {file, "__init__.py"}
+    return found
+
+
+def reached(start: set[str]) -> set[str]:
+    found, ahead = set[str](), [*start]
+    while ahead:
+        if (file := ahead.pop()) not in found:
+            found.add(file)
+            ahead += imports()[file]
+    return found
+
+
+def test_no_folder_has_more_code_than_it_had():
+    counted = Counter[str]()
+    for file, path in files().items():
+        counted[file.partition("/")[0] if "/" in file else "."] += code_lines(path)
+    above = {folder: n for folder, n in counted.items() if n > CODE.get(folder, 0)}
+    assert not above, f"more than {CODE}"
+    slack = {folder: counted[folder] for folder in CODE if counted[folder] < CODE[folder] - SLACK}
+    assert not slack, f"lower the ceilings: {CODE}"
+    benchmarks = sum(code_lines(path) for path in (ROOT / "benchmarks").rglob("*.py"))
+    assert benchmarks <= CODE_OF_BENCHMARKS
+
+
+def test_a_folder_has_few_files_and_a_file_few_lines():
+    counted = Counter(str(Path(file).parent) for file in files())
+    assert {f: n for f, n in counted.items() if n > MOST_FILES} == FILES
+    lines = {file: len(path.read_text().splitlines()) for file, path in files().items()}
+    long = {file: n for file, n in lines.items() if n > MOST_LINES}
+    assert {file: n for file, n in long.items() if n > LONG.get(file, 0)} == {}
+    assert long.keys() == LONG.keys(), "a file that is short by now leaves the list"
+
+
+def test_circles_of_imports_do_not_grow():
+    ahead = {file: reached({*named}) for file, named in imports().items()}
+    circles = {
+        min(circle := {other for other in ahead[file] if file in ahead[other]}): len(circle)
+        for file in ahead if file in ahead[file]
+    }  # fmt: skip
+    assert circles == CIRCLES
+
+
+def test_the_library_has_nothing_that_nobody_reaches():
+    declares = re.compile(r"^OPERATION\b|\bas OPERATION$", re.MULTILINE)
+    start = {f for f in files() if f.endswith("__init__.py") or f.startswith(DOORS)}
+    start |= {
+        f for f, p in files().items() if f.startswith("plan/") and declares.search(p.read_text())
+    }
+    assert files().keys() - reached(start) == set()
