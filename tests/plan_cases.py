@@ -5,12 +5,13 @@ import re
 import pytest
 
 from counterpoint.errors import InputError
+from counterpoint.operators import op_names
 from counterpoint.plan.families import build
 from counterpoint.plan.operation import operation_of
 from counterpoint.plan.serialize import to_json
 from counterpoint.plan.steps import Plan
 from counterpoint.plan.validate import validate
-from counterpoint.problem import Problem, op_names
+from counterpoint.problem import Problem
 
 OPS = op_names()
 AG, RS, AR = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 HOUSE = ROOT / "src" / "counterpoint"
 # lines of code of each folder, as they are: a change that needs more says why, and edits this table
 CODE = {
-    ".": 1600, "adapters": 2221, "choose": 557, "cli": 2129, "fsdp": 1572, "kernels": 2640,
+    ".": 1607, "adapters": 2221, "choose": 557, "cli": 2132, "fsdp": 1572, "kernels": 2640,
     "measure": 2012, "model": 667, "nn": 850, "ops": 6153, "plan": 5568, "resources": 1413,
     "runtime": 6351, "scale": 2598, "testing": 344,
 }  # fmt: skip
@@ -25,7 +25,7 @@ CODE_OF_BENCHMARKS = 12165
 SLACK = 30  # lines by which a folder may be smaller than its ceiling before that is lowered
 MOST_FILES, MOST_LINES = 20, 400  # of a folder, and of a file
 # what is above: as it is, until it falls
-FILES = {"adapters": 22, "cli": 21, "kernels": 24, "ops": 49, "plan": 58, "runtime": 60,
+FILES = {"adapters": 22, "cli": 21, "kernels": 24, "ops": 49, "plan": 56, "runtime": 60,
          "scale": 24}  # fmt: skip
 LONG = {
     "runtime/notice_board.py": 808, "fsdp/overlapped.py": 611, "ops/all_gather_matmul.py": 559,

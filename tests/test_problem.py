@@ -8,7 +8,8 @@ import torch
 from plan_cases import AG, AG_BACKWARD, AG_WGRAD, AR, BIASED, NORM, OPS, RS, make_problem
 
 from counterpoint.errors import InputError
-from counterpoint.problem import ITEM_BYTES, DType, Problem, declaration, op_names
+from counterpoint.operators import declaration, op_names
+from counterpoint.problem import ITEM_BYTES, DType, Problem
 
 
 @pytest.mark.parametrize("name", get_args(DType))

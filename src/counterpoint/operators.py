@@ -1,4 +1,4 @@
-"""Our operators as torch has them, declared before their code is loaded.
+"""Which operators there are: what plans are made of, and what torch calls, before code is loaded.
 
 A saved graph (torch.export, AOTInductor) names operators. It loads in a process that has imported
 counterpoint and torch, in either order: the code of an operator is imported when it first runs.
@@ -7,12 +7,28 @@ counterpoint and torch, in either order: the code of an operator is imported whe
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
+
+# by operator, those of gradients included: the module of plan/ that declares it, and its name there
+DECLARED = {
+    name: (name, "OPERATION") for name in (
+        "all_gather_attention", "all_gather_attention_backward", "all_gather_matmul",
+        "all_gather_matmul_backward", "all_gather_matmul_wgrad", "all_reduce_norm",
+        "embedding_bag_all_to_all", "matmul_all_reduce", "matmul_reduce_scatter",
+        "matmul_reduce_scatter_backward",
+    )
+} | {
+    "all_to_all_matmul": ("expert_operators", "DISPATCH"),
+    "matmul_all_to_all": ("expert_operators", "COMBINE"),
+}  # fmt: skip
+# what a plan may be of, and no user calls
+INNER = {name: (name, "OPERATION") for name in ("gather_shards", "pipeline", "scatter_shards")}
 
 GROUP = "str plan, str group_name, int group_size"
 ROWS = "str plan, int[] rows, str group_name, int group_size"
@@ -152,6 +168,22 @@ class Implementation:
 
 
 IMPLEMENTED: dict[str, Implementation] = {}
+
+
+@cache
+def _declared(op: str) -> Any:
+    module, name = (DECLARED | INNER)[op]
+    return getattr(import_module(f"counterpoint.plan.{module}"), name)
+
+
+def declaration(op: object) -> Any:
+    """What plans of an operator are made of, an Operation of plan/operation.py; None: no such."""
+    return _declared(op) if isinstance(op, str) and op in DECLARED | INNER else None
+
+
+def op_names() -> tuple[str, ...]:
+    """All operators, those of gradients included, in alphabetical order."""
+    return tuple(sorted(DECLARED))
 
 
 def implementation(op: str) -> Implementation:

@@ -1,19 +1,16 @@
 """What is computed: the facts of one call, equal on all ranks.
 
-What one operator makes of these facts stands in `plan/<op>.py` alone: a name of an operator is the
-name of that file, and nothing here lists them.
+What one operator makes of these facts stands in its declaration alone: operators.py lists those.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
-from functools import cache
-from importlib import import_module
 from itertools import accumulate
-from pkgutil import iter_modules
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args
+from typing import TYPE_CHECKING, Literal, NoReturn, get_args
 
 from counterpoint.errors import InputError
+from counterpoint.operators import declaration, op_names
 from counterpoint.ranges import check, plain
 
 if TYPE_CHECKING:  # plan/ is made of problems
@@ -34,29 +31,6 @@ ITEM_BYTES: Mapping[str, int] = {
     "float8_e4m3fn": 1, "float8_e5m2": 1,
     "bfloat16": 2, "float16": 2, "float32": 4, "int32": 4, "int64": 8,
 }  # fmt: skip
-
-
-def declaration(op: object) -> Any:
-    """The OPERATION of `plan/<op>.py`; None where there is none."""
-    return _declared(op) if isinstance(op, str) and op.isidentifier() else None
-
-
-@cache
-def _declared(op: str) -> Any:
-    try:
-        return getattr(import_module(f"counterpoint.plan.{op}"), "OPERATION", None)
-    except ModuleNotFoundError as error:
-        if error.name != f"counterpoint.plan.{op}":
-            raise
-        return None
-
-
-@cache
-def op_names() -> tuple[str, ...]:
-    """All operators, those of gradients included, in alphabetical order."""
-    modules = iter_modules(import_module("counterpoint.plan").__path__)
-    found = ((m.name, declaration(m.name)) for m in modules)
-    return tuple(name for name, declared in found if declared is not None and declared.families)
 
 
 def dtype_of(op: str, dtype: object) -> DType:

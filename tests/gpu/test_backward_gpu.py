@@ -9,9 +9,10 @@ from specs import specs
 
 import counterpoint as cp
 from counterpoint.measure.timing import relative_error
+from counterpoint.operators import op_names
 from counterpoint.ops.call import prepare
 from counterpoint.ops.samples import operands, operator_of
-from counterpoint.problem import Problem, op_names
+from counterpoint.problem import Problem
 
 OPS = ["all_gather_matmul", "matmul_reduce_scatter"]
 BACKWARD = [op for op in op_names() if "matmul" in op and op.endswith(("_backward", "_wgrad"))]

@@ -13,10 +13,11 @@ from torch.utils.checkpoint import checkpoint
 
 import counterpoint as cp
 from counterpoint.errors import UnsupportedError
+from counterpoint.operators import op_names
 from counterpoint.ops.call import prepare
 from counterpoint.ops.samples import operands, operator_of
 from counterpoint.plan.operation import operation_of
-from counterpoint.problem import Problem, op_names
+from counterpoint.problem import Problem
 
 OPS = ["all_gather_matmul", "matmul_reduce_scatter"]
 GRADIENTS = [op for op in op_names() if "matmul" in op and op.endswith(("_backward", "_wgrad"))]

@@ -8,7 +8,8 @@ import typer
 from counterpoint.cli.files import check_written
 from counterpoint.cli.loading import loading
 from counterpoint.cli.problems import M_N_K, wanted
-from counterpoint.problem import DType, op_names
+from counterpoint.operators import op_names
+from counterpoint.problem import DType
 
 # what is behind the name goes to the benchmarks as it stands
 PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True}

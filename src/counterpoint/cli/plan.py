@@ -32,9 +32,10 @@ from counterpoint.cli.show import candidates
 from counterpoint.costs import NO_TILES
 from counterpoint.machine import MIB, LinkSpec, Machine
 from counterpoint.model.estimate import estimate, predicted_s
+from counterpoint.operators import op_names
 from counterpoint.plan.families import build
 from counterpoint.plan.invariant import said
-from counterpoint.problem import Activation, DType, Norm, Problem, op_names
+from counterpoint.problem import Activation, DType, Norm, Problem
 from counterpoint.timeline import PICTURE_SUFFIXES
 
 AUTO = "auto"

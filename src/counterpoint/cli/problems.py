@@ -11,8 +11,9 @@ from counterpoint.errors import InputError
 from counterpoint.machine import Machine
 from counterpoint.machine_of import machine_of
 from counterpoint.measure.shapes import SHAPES
+from counterpoint.operators import op_names
 from counterpoint.presets import PRESETS, named
-from counterpoint.problem import DType, Norm, Problem, op_names
+from counterpoint.problem import DType, Norm, Problem
 from counterpoint.ranges import MAX_COUNT
 
 Shape = tuple[int, int, int]  # M, N, K

@@ -1,6 +1,6 @@
 """Terms of which operators define their outputs: what each cell has to hold, on every rank.
 
-Each `plan/<op>.py` has a `definition(problem, rank)` made of these.
+The declaration of an operator has a `definition(problem, rank)` made of these.
 """
 
 from counterpoint.plan.values import Product, Row, Value, normal

@@ -1,7 +1,6 @@
 """What one operator is: its operands, its definition and its families of plans, in one declaration.
 
-`plan/<op>.py` makes an OPERATION of these parts. Whoever builds, proves, prices, chooses or runs a
-plan asks the declaration, and no other file knows which operators there are.
+Whoever builds, proves, prices, chooses or runs a plan asks the declaration. operators.py lists all.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -11,10 +10,11 @@ from typing import Literal
 from counterpoint.costs import Tiles
 from counterpoint.errors import InputError
 from counterpoint.machine import Machine
+from counterpoint.operators import declaration
 from counterpoint.plan.bind import Box
 from counterpoint.plan.steps import Buffer, Plan, Step
 from counterpoint.plan.values import Value
-from counterpoint.problem import Problem, declaration
+from counterpoint.problem import Problem
 
 Peers = Literal["ring", "xor"]
 Option = Literal["peers", "sizes", "chunks", "shots", "tile", "warps"]
