@@ -10,6 +10,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -189,13 +191,28 @@ def test_ctrl_c_stops_the_demo_and_all_that_it_started(moment: str, tmp_path: Pa
     assert not list(Path("/dev/shm").glob("counterpoint*"))
 
 
-def test_ctrl_c_as_the_demo_begins_to_listen_leaves_no_thread(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("moment", ["at first", "before", "behind"])
+def test_ctrl_c_as_the_demo_begins_to_listen_leaves_no_thread(
+    moment: str, monkeypatch: pytest.MonkeyPatch
+):
+    """Before the thread begins, and in the midst of it: it is ended, and what is raised is that."""
+
     class Interrupted(threading.Thread):
         def start(self) -> None:
+            if moment == "before":
+                signal.raise_signal(signal.SIGINT)
             super().start()
-            raise KeyboardInterrupt
+            if moment == "behind":
+                signal.raise_signal(signal.SIGINT)
+
+    @contextmanager
+    def at_first() -> Generator[None]:
+        signal.raise_signal(signal.SIGINT)
+        yield
 
     monkeypatch.setattr(demo.threading, "Thread", Interrupted)
+    if moment == "at first":
+        monkeypatch.setattr(demo, "interrupts_held_back", at_first)
     with pytest.raises(KeyboardInterrupt), demo._told():
         raise AssertionError
     assert "demo" not in {thread.name for thread in threading.enumerate()}

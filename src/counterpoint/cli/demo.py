@@ -29,7 +29,7 @@ from counterpoint.cli.bars import LEGEND, bars
 from counterpoint.measure.draw import draw_timeline
 from counterpoint.plan.operation import operation_of
 from counterpoint.problem import Problem
-from counterpoint.runtime.ranks import spawn
+from counterpoint.runtime.ranks import interrupts_held_back, spawn
 
 ROWS_PER_RANK = 128
 MOST_ERROR = 2.0  # of plain torch's own
@@ -154,11 +154,13 @@ def _told() -> Generator[Connection]:
 
     listener = threading.Thread(target=listen, name="demo", daemon=True)
     try:
-        listener.start()  # Ctrl-C may arrive in here, when the thread runs already
+        with interrupts_held_back():  # a thread that has begun halfway cannot be ended
+            listener.start()
         yield sender
     finally:
-        sender.send(None)
-        listener.join()
+        if listener.ident is not None:
+            sender.send(None)
+            listener.join()
         receiver.close()
         sender.close()
 

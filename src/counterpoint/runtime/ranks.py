@@ -107,7 +107,7 @@ def spawn(
     with tempfile.TemporaryDirectory(prefix="counterpoint-") as folder:
         place = (f"{folder}/store", timeout_s)
         try:
-            with _interrupts_held_back():  # until each process is one of those that are ended
+            with interrupts_held_back():  # until each process is one of those that are ended
                 for rank in range(num_ranks):
                     ranks.append(_started(notebook, place, call, rank, num_ranks))
             outcomes = collect(ranks, timeout_s=timeout_s)
@@ -218,8 +218,8 @@ def _started(
 
 
 @contextmanager
-def _interrupts_held_back() -> Generator[None]:
-    """Start processes that Ctrl-C does not reach: this one gets it, and ends its ranks."""
+def interrupts_held_back() -> Generator[None]:
+    """Raise an interrupt behind what is done here; it reaches no process that is begun here."""
     # it would let signals through once it is started, as it is with the first process
     resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
