@@ -44,7 +44,7 @@ class Step(NamedTuple):
         prefetch: forwards that are gathered ahead.
         checkpoint: activations are recomputed.
         clip: gradients are clipped.
-        overlap: arguments of `overlap`.
+        foreach: the optimizer takes all at once, as on GPUs: no version of a DTensor tells.
     """
 
     hidden: tuple[int, ...] = (96, 96, 96, 96)
@@ -58,6 +58,7 @@ class Step(NamedTuple):
     checkpoint: bool = False
     clip: bool = False
     steps: int = 4
+    foreach: bool | None = None
 
 
 def mesh_of(ranks: int, device: str = "cpu") -> DeviceMesh:
@@ -106,7 +107,8 @@ def batch(rank: int, index: int, device: torch.device | str = "cpu") -> Tensor:
 def trained(model: nn.Module, step: Step, rank: int) -> list[Any]:
     """Losses, norms, gradients and weights of some steps."""
     weights = [p for p in model.parameters() if p.requires_grad]
-    optimizer, device = torch.optim.AdamW(weights, lr=1e-2), weights[0].device
+    optimizer = torch.optim.AdamW(weights, lr=1e-2, foreach=step.foreach)
+    device = weights[0].device
     out: list[Any] = []
     for i in range(step.steps):
         for j in range(step.micro):

@@ -39,17 +39,21 @@ def test_bytes_of_each_kind(rank: int, ranks: int):
     assert in_turn == kept | {"published": 0}
 
 
+@pytest.mark.parametrize("foreach", [False, True])
 @on_ranks(2)
-def test_torchs_steps_come_first_where_memory_is_to_be_found_out(rank: int, ranks: int):
+def test_torchs_steps_come_first_where_memory_is_to_be_found_out(
+    rank: int, ranks: int, foreach: bool
+):
     """Micro-batches are no steps. What one rank lacks, all do without."""
-    want = trained(made(Step(micro=2, steps=6), mesh_of(ranks)), Step(micro=2, steps=6), rank)
+    step = Step(micro=2, steps=6, foreach=foreach)
+    want = trained(made(step, mesh_of(ranks)), step, rank)
     for plenty in (True, False):
         model = made(Step(), mesh_of(ranks))
         overlapped = cp.overlap(model, trial_steps=0)
         said: list[str] = []
         model.register_forward_hook(lambda *_, of=overlapped, to=said: to.append(of.explain()))
         with mock.patch(LEFT, return_value=1 << 40 if plenty or rank else 1 << 10):
-            got = trained(model, Step(micro=2, steps=6), rank)
+            got = trained(model, step, rank)
         assert same(want, got)
         waited = sum("not yet: after 2 steps as they are" in text for text in said)
         assert waited == 5 and "gathered in place" in said[5]  # two forwards a step, and one behind

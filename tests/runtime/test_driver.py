@@ -63,7 +63,7 @@ TALL = Copy(5000, 64, 6000, 128, 8, 4)
 class Runtime(SimpleNamespace):
     """As cuda-bindings, on paper: notes what it is asked for, and refuses what it is told to."""
 
-    def __init__(self, *, version: int = 13000, refuses: str = ""):
+    def __init__(self, *, version: int = 13000, has_batches: bool = True, refuses: str = ""):
         kinds = SimpleNamespace(cudaMemcpyDeviceToDevice=3)
         super().__init__(cudaMemcpyKind=kinds, cudaError_t=Status)
         self.calls: list[tuple[str, tuple[object, ...]]] = []
@@ -81,11 +81,13 @@ class Runtime(SimpleNamespace):
                 return (status, *call(*a))  # type: ignore[operator]
 
             setattr(self, name, noted)
-        self.refuses = refuses
 
-    def cudaMemcpyBatchAsync(self, *arguments: object) -> int:
-        self.calls.append(("cudaMemcpyBatchAsync", arguments))
-        return int(self.refuses == "cudaMemcpyBatchAsync")
+        def batch(*arguments: object) -> int:
+            self.calls.append(("cudaMemcpyBatchAsync", arguments))
+            return int(refuses == "cudaMemcpyBatchAsync")
+
+        if has_batches:
+            self.cudaMemcpyBatchAsync = batch
 
     def copies(self) -> list[str]:
         return [name for name, _ in self.calls if "Memcpy" in name]
@@ -153,6 +155,10 @@ def test_what_no_batch_can_be(
 
 LACKS = [
     ({"version": 12060}, "the driver is of CUDA 12.6; 12.8 or newer has cudaMemcpyBatchAsync"),
+    (
+        {"has_batches": False},
+        r"torch's CUDA runtime has none \(.*\); that of CUDA 12.8 or newer has",
+    ),
 ]
 
 

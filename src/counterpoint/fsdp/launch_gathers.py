@@ -63,6 +63,11 @@ class Gathers:
         """Whether its shards were written since they were published, or a forward began."""
         return member.published != torch_parts.versions(member.g)
 
+    def forget(self) -> None:
+        """Shards were written, in whatever way: each is published before it is gathered again."""
+        for member in self.members:
+            member.published = []
+
     def write(self, members: Sequence[Member], targets: list[Tensor], stream: Any) -> None:
         """Write shards to where peers read them."""
         sources = [shard for member in members for shard in member.shards()]

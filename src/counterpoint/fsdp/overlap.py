@@ -28,7 +28,9 @@ def overlap(
         scatter: scatter gradients in place, of groups that are gathered so.
         trial_steps: optimizer steps to try at least, 64 at most; 0: none, overlap at once.
         memory: "kept": each step publishes all shards once, in two bytes a parameter over the
-            ranks. "ring": each gather publishes those of its group, where they are gathered to.
+            ranks. Between a forward and its backward it notices optimizers' steps and writes in
+            place, and no writes by `.data`. "ring": each gather publishes those of its group, where
+            they are gathered to, whoever has written them.
             "auto": on GPUs two steps run as they are; "kept", where all ranks have so much left.
 
     Returns:

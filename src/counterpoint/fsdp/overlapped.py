@@ -56,7 +56,9 @@ class Overlapped:
         self._ours, self._reduced = True, False
         self._key: list[Hashable] = []
         self._state = "nothing yet: the model has not run"
+        self._replayed = False  # a captured step was: no host sees what its replays gather
         torch_parts.watch_roots(self._states, self._begin)
+        torch_parts.watch_steps(self)
 
     def __str__(self) -> str:
         return self.explain()
@@ -104,6 +106,7 @@ class Overlapped:
         for member in self._members:
             member.hooks.take(member.buffers)
         torch_parts.unwatch_roots(self._states)
+        torch_parts.unwatch_steps(self)
         for state in self._states:
             state.__dict__.pop("_counterpoint_overlapped", None)
         self._members.clear()
@@ -367,12 +370,20 @@ class Overlapped:
             begins: a forward does, maybe that of another capture.
         """
         was, self._captured = self._captured, self._is_capturing()
+        self._replayed |= self._captured
         if was != self._captured or (begins and was):
             self._held = None
             for member in self._members:
                 member.lies = None
                 if member.slot:
                     member.slot.left = None
+
+    def behind_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Its shards have changed: optimizers write DTensors in ways that no version tells."""
+        if torch_parts.steps(optimizer, self._states):
+            self._watch.stepped = True
+            for shards in self._all:
+                shards.gathers.forget()
 
     def _try(self, key: Hashable) -> None:
         """One more step of the trial, where an optimizer step lies behind."""
@@ -424,9 +435,11 @@ class Overlapped:
             self._gather(member, shards, streams[0])
 
     def _gather(self, member: Member, shards: Shards, stream: Any) -> None:
-        ended = shards.gather(member, stream, at_once=self._captured)
-        member.lies, member.read = torch_parts.Pending(ended), None
-        torch_parts.gathering(member.g, member.lies)
+        pending = torch_parts.Pending(shards.gather(member, stream, at_once=self._captured))
+        # "ring" gathers as torch does, each time: what is kept was published once a forward
+        member.lies = pending if shards.kept and not self._replayed else None
+        member.read = None
+        torch_parts.gathering(member.g, pending)
 
     def _still_lies(self, member: Member, shards: Shards) -> bool:
         """Whether its place holds what a gather would bring: of this forward, and unchanged."""
@@ -452,10 +465,8 @@ class Overlapped:
         """
         slot = member.slot
         assert slot is not None
-        if slot.alone:
-            return True
         self._note_capture()
-        holder = slot.holder
+        holder = None if slot.alone else slot.holder
         if holder is not None and holder is not member and not torch_parts.is_free(holder.g):
             here = self._shards[id(member.g)].current.stream()
             idle = torch_parts.is_idle(holder.g) and not holder.by_hand
@@ -518,6 +529,8 @@ class Overlapped:
                 here.wait_event(event)
             torch_parts.use_gathered(g)
             member.read = torch_parts.gathered_versions(g)
+            if member.by_hand:  # whoever reads them may write them
+                member.lies = None
 
     def _to_sharded(self, member: Member) -> None:
         g = member.g

@@ -18,13 +18,14 @@ class Watch:
 
     def __init__(self) -> None:
         self.steps = self.forwards = 0
+        self.stepped = False  # an optimizer of torch's has, since the forward before
         self._versions: list[Any] = []
 
     def over(self, groups: Sequence[Group]) -> bool:
         """Whether enough has run; called before each forward of a root."""
         versions = [torch_parts.versions(g) for g in groups]
-        self.steps += self.forwards > 0 and versions != self._versions
-        self._versions = versions
+        self.steps += self.forwards > 0 and (self.stepped or versions != self._versions)
+        self._versions, self.stepped = versions, False
         self.forwards += 1
         return self.trained or self.forwards > MOST_FORWARDS
 

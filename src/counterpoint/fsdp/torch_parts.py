@@ -6,13 +6,15 @@ group object, and takes them away again.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from counterpoint.errors import UnsupportedError
 
@@ -164,7 +166,10 @@ def versions(g: Group) -> list[tuple[int, int, int]]:
 def gathered_versions(g: Group) -> list[tuple[int, int]]:
     """What changes where a gathered parameter is written in place, as a DTensor or as its part."""
     found = [(p._unsharded_param, _gathered_of(p)) for p in g.fsdp_params]
-    return [(param._version, part._version) for param, part in found if part is not None]
+    return [
+        (0, 0) if param.is_inference() else (param._version, part._version)
+        for param, part in found if part is not None
+    ]  # fmt: skip
 
 
 def is_sharded(g: Group) -> bool:
@@ -483,6 +488,38 @@ class Hooks:
 
 def _nothing() -> None:
     """Gathered parameters are not freed: their memory is used in turn."""
+
+
+def steps(optimizer: torch.optim.Optimizer, states: Sequence[Any]) -> bool:
+    """Whether an optimizer has a parameter of these."""
+    own = {id(p.sharded_param) for state in states for g in groups_of(state) for p in g.fsdp_params}
+    return any(id(p) in own for group in optimizer.param_groups for p in group["params"])
+
+
+_TOLD: WeakSet[Any] = WeakSet()  # of each step of an optimizer
+
+
+def watch_steps(watcher: Any) -> None:
+    """Call `behind_step` of one, with the optimizer, behind each step of any, while it lives."""
+    _hook()
+    _TOLD.add(watcher)
+
+
+def unwatch_steps(watcher: Any) -> None:
+    """Tell it no more."""
+    _TOLD.discard(watcher)
+
+
+@cache
+def _hook() -> Any:
+    """Torch's hook, made once: none may be taken away while torch walks through them."""
+
+    def behind(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        for watcher in _TOLD:
+            watcher.behind_step(optimizer)
+
+    untraced: Any = torch._dynamo.disable(behind)  # pyright: ignore
+    return register_optimizer_step_post_hook(untraced)
 
 
 def watch_roots(states: Sequence[Any], begin: Callable[[Any, Any], None]) -> None:

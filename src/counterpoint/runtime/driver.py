@@ -199,6 +199,10 @@ def no_batches() -> str:
     if version < BATCHES_SINCE:
         has = f"{version // 1000}.{version % 1000 // 10}"
         return f"the driver is of CUDA {has}; 12.8 or newer has cudaMemcpyBatchAsync"
+    try:
+        runtime().cudaMemcpyBatchAsync  # noqa: B018
+    except (AttributeError, OSError) as error:
+        return f"torch's CUDA runtime has none ({error}); that of CUDA 12.8 or newer has"
     return ""
 
 
