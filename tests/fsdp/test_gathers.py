@@ -110,6 +110,16 @@ def test_gathered_weights_that_a_forward_has_written_are_gathered_again(rank: in
         assert found == ["root", "0", "1", "1", "0"]
 
 
+@on_ranks(2)
+def test_a_ring_refuses_a_forward_that_writes_what_peers_read(rank: int, ranks: int):
+    with mock.patch("fsdp_models.Block", Scaling):
+        model = made(Step(hidden=(96, 96)), mesh_of(ranks))
+    cp.overlap(model, trial_steps=0, memory="ring")
+    wanted = 'gathered parameters of 0 were written, which peers read; .* memory="kept"'
+    with pytest.raises(cp.UnsupportedError, match=wanted):
+        model(batch(rank, 0))
+
+
 def retained(model: Any, optimizer: torch.optim.Optimizer, rank: int) -> None:
     y = model(batch(rank, 0))
     y.float().square().mean().backward(retain_graph=True)

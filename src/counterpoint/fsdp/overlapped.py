@@ -534,10 +534,15 @@ class Overlapped:
 
     def _to_sharded(self, member: Member) -> None:
         g = member.g
-        was = not torch_parts.is_sharded(g)
+        was, slot = not torch_parts.is_sharded(g), member.slot
         torch_parts.to_sharded(g)
-        if was and member.slot is not None:
-            member.slot.left = self._shards[id(g)].current.stream().record_event()
+        if not was or slot is None:
+            return
+        slot.left = self._shards[id(g)].current.stream().record_event()
+        if slot.shared and member.read not in (None, torch_parts.gathered_versions(g)):
+            member.read = None
+            what = f"gathered parameters of {torch_parts.name_of(g)} were written, which peers read"
+            raise UnsupportedError(f'{OP}: {what}; call it with memory="kept"')
 
     def _widen(self, member: Member, shards: Shards) -> None:
         """Have room for gradients in fp32, before they are taken: else torch reduces those."""
