@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 HOUSE = ROOT / "src" / "counterpoint"
 # lines of code of each folder, as they are: a change that needs more says why, and edits this table
 CODE = {
-    ".": 1607, "adapters": 2221, "choose": 557, "cli": 2134, "fsdp": 1612, "kernels": 2640,
+    ".": 1607, "adapters": 2221, "choose": 557, "cli": 2134, "fsdp": 1718, "kernels": 2640,
     "measure": 2012, "model": 667, "nn": 850, "ops": 6153, "plan": 5568, "resources": 1413,
     "runtime": 6351, "scale": 2598, "testing": 344,
 }  # fmt: skip
@@ -28,8 +28,8 @@ MOST_FILES, MOST_LINES = 20, 400  # of a folder, and of a file
 FILES = {"adapters": 22, "cli": 21, "kernels": 24, "ops": 49, "plan": 56, "runtime": 60,
          "scale": 24}  # fmt: skip
 LONG = {
-    "runtime/notice_board.py": 808, "fsdp/overlapped.py": 629, "ops/all_gather_matmul.py": 559,
-    "ops/call.py": 558, "fsdp/torch_parts.py": 551, "runtime/workspace.py": 495,
+    "runtime/notice_board.py": 808, "ops/all_gather_matmul.py": 559,
+    "ops/call.py": 558, "fsdp/torch_parts.py": 581, "runtime/workspace.py": 495,
     "runtime/ranks.py": 494, "nn/linear.py": 441, "measure/draw.py": 415,
 }  # fmt: skip
 # the first file of each circle, and how many it has

@@ -22,7 +22,7 @@ def sizes_of(ranks: int, rank: int, **options: Any) -> tuple[dict[str, int], lis
     model = made(Step(hidden=(960,) * 4), mesh_of(ranks))
     overlapped = cp.overlap(model, trial_steps=0, **options)
     model(batch(rank, 0)).float().square().mean().backward()
-    return overlapped.num_bytes(), [m.gathered_bytes for m in overlapped._members]
+    return overlapped.num_bytes(), [m.gathered_bytes for m in overlapped._groups.members]
 
 
 @on_ranks(4)

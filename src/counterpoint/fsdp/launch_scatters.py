@@ -2,6 +2,9 @@
 
 They are pushed from where autograd wrote them into the inbox of their owner, who sums them in fp32
 in rank order. A push waits until the sum of the push before has been made.
+
+Nothing hides the group that scatters last in a backward. Its gradients are pushed one by one, each
+as soon as it is there; whether a rank does so is its own business, since words are the same.
 """
 
 from collections.abc import Hashable, Sequence
@@ -78,6 +81,11 @@ class Scatters:
         fault = torch.zeros(2 + self.mask_words, dtype=torch.int32)
         self.fault = fault.pin_memory() if self.on_gpu else fault
         self._brought: dict[int, Tensor] = {}  # masks in device memory
+        self._order: list[int] = []  # groups as they scatter, since the last forward began
+        self.last: Member | None = None  # of those before, the last whose pushes ahead are of use
+        self._early: set[int] = (
+            set()
+        )  # groups that others follow once gradients of theirs are there
 
     def _make(self, part_bytes: int) -> None:
         """Memory for a part from each rank. A collective call."""
@@ -87,6 +95,17 @@ class Scatters:
         # both by group, and by the dtype of gradients
         self._pushes: dict[Hashable, Pushes] = {}  # by receiver, and which gradients there are
         self._sums: dict[Hashable, Any] = {}  # launches
+        # by parameter: gradients of one group that are in inboxes, and their versions then
+        self._ahead: dict[int, tuple[Tensor, int]] = {}
+
+    def begin(self) -> None:
+        """A forward begins: which group has scattered last is known by now."""
+        if self._order:
+            several = (of for of in self._order if len(self.groups[of].facts) > 1)
+            late = [self.groups[of] for of in several if of not in self._early]
+            self.last = late[-1] if late else None
+        self._order.clear()
+        self._ahead.clear()
 
     @property
     def is_wide(self) -> bool:
@@ -103,6 +122,20 @@ class Scatters:
         except (OSError, torch.OutOfMemoryError, UnsupportedError) as error:
             return f"no memory for gradients in fp32: {error}"
         return ""
+
+    def push_ahead(self, i: int, grad: Tensor, stream: Any) -> None:
+        """Push one gradient of `last`.
+
+        Args:
+            i: its parameter's place.
+            grad: contiguous, as autograd has made it.
+            stream: of scatters; it goes on behind what made the gradient.
+        """
+        assert self.last is not None
+        if not self._ahead:
+            self.words(Signal(INBOX, wait=FREE), stream)
+        self._push(self.last, [(i, grad)], 0, stream)
+        self._ahead[i] = grad, grad._version
 
     def scatter(self, member: Member, grads: Grads, divisor: float, stream: Any) -> Tensor:
         """Push gradients to their owners, and sum what is this rank's.
@@ -122,54 +155,77 @@ class Scatters:
         words, dtype = self.words, grads[0][1].dtype
         words(Signal(INBOX, wait=FREE), stream)
         mask = member.index + 1 | sum(1 << BITS + i for i, _ in grads)
-        if self.on_gpu:
-            self._push_by_copies(member, grads, mask, stream)
-        else:
-            for r in range(self.ranks):
-                self._push(member, grads, mask, r)
+        there = self._ahead if member is self.last else {}
+        if self.last and bool(self._ahead) != (member is self.last):
+            self._early.add(self.last.index)
+        left = [(i, grad) for i, grad in grads if not _same(grad, there.get(i))]
+        self._push(member, left, mask, stream)
+        self._ahead.clear()
+        self._order.append(member.index)
         words(Signal(INBOX, advance=True, post=FILLED, wait=FILLED), stream)
         sum_of = self._sum_by_kernel if self.on_gpu else self._sum
         total = sum_of(member, dtype, divisor, stream)
         words(Signal(INBOX, post=FREE), stream)
         return total
 
-    def _push_by_copies(self, member: Member, grads: Grads, mask: int, stream: Any) -> None:
-        """To each rank the rows that it owns, and which parameters' they are."""
-        starts = [self._mask(mask).data_ptr(), *(t.data_ptr() for _, t in grads)]
-        item = grads[0][1].itemsize
+    def _push(self, member: Member, grads: Grads, mask: int, stream: Any) -> None:
+        """To each rank the rows that it owns.
+
+        Args:
+            member: whose.
+            grads: some of its gradients.
+            mask: which parameters' gradients this rank brings in all, pushed beside them; 0: that
+                is not known yet.
+            stream: of scatters.
+        """
+        if not self.on_gpu:
+            for r in range(self.ranks):
+                self._push_by_host(member, grads, mask, r)
+            return
+        starts = [t.data_ptr() for _, t in grads]
+        starts += [self._mask(mask).data_ptr()] if mask else []
+        of = (
+            member.index,
+            mask,
+            sum(1 << i for i, _ in grads),
+            grads[0][1].itemsize if grads else 0,
+        )
         for r in self.receivers:
-            pushes = self._pushes.get((r, mask, item))
+            pushes = self._pushes.get((r, *of))
             if pushes is None:
                 if len(self._pushes) > MOST_PUSHES * len(self.groups):  # they come and go at random
                     self._pushes.clear()
                 ranks = (r, self.rank) if r == self.receivers[-1] else (r,)
-                copies = [c for to in ranks for c in self._copies(member, grads, to)]
-                batch, of = Batch([copy for _, copy in copies]), [i for i, _ in copies]
-                pushes = Pushes(batch, of, [copy.source for _, copy in copies])
-                self._pushes[r, mask, item] = pushes
+                copies = [c for to in ranks for c in self._copies(member, grads, mask, to)]
+                batch, numbers = Batch([copy for _, copy in copies]), [i for i, _ in copies]
+                pushes = Pushes(batch, numbers, [copy.source for _, copy in copies])
+                self._pushes[(r, *of)] = pushes
             pushes.submit(starts, stream.cuda_stream)
 
-    def _copies(self, member: Member, grads: Grads, r: int) -> list[tuple[int, Copy]]:
+    def _copies(self, member: Member, grads: Grads, mask: int, r: int) -> list[tuple[int, Copy]]:
         """The copies to one rank, whose sources are offsets in what has that number."""
-        item, row = grads[0][1].itemsize, 4 * self.mask_words
-        found = [(0, Copy(self.masks.buffer_ptrs[r] + self.rank * row, row, 0, row, row, 1))]
+        found = list[tuple[int, Copy]]()
         base = self.inbox.buffer_ptrs[r] + self.rank * self.part_bytes
-        for number, (i, _) in enumerate(grads, 1):
-            first, last = _rows(member.facts[i], r)
+        for number, (i, grad) in enumerate(grads):
+            item, (first, last) = grad.itemsize, _rows(member.facts[i], r)
             if size := (last - first) * item:
                 to = base + member.places[i].sent * item
                 found.append((number, Copy(to, size, first * item, size, size, 1)))
+        if mask:
+            row = 4 * self.mask_words
+            to = self.masks.buffer_ptrs[r] + self.rank * row
+            found.append((len(grads), Copy(to, row, 0, row, row, 1)))
         return found
 
-    def _push(self, member: Member, grads: Grads, mask: int, r: int) -> None:
-        """The rows that rank r owns, and which parameters' they are."""
+    def _push_by_host(self, member: Member, grads: Grads, mask: int, r: int) -> None:
+        """The same to one of CPU ranks."""
         row = 4 * self.mask_words
-        mine = self.masks.peer(r)[self.rank * row : (self.rank + 1) * row]
-        mine.copy_(self._mask(mask).view(torch.uint8))
+        if mask:
+            mine = self.masks.peer(r)[self.rank * row : (self.rank + 1) * row]
+            mine.copy_(self._mask(mask).view(torch.uint8))
         part = self.inbox.peer(r)[self.rank * self.part_bytes : (self.rank + 1) * self.part_bytes]
-        inbox = part.view(grads[0][1].dtype)
         for i, grad in grads:
-            first, last = _rows(member.facts[i], r)
+            inbox, (first, last) = part.view(grad.dtype), _rows(member.facts[i], r)
             sent = member.places[i].sent
             inbox[sent : sent + last - first] = grad.view(-1)[first:last]
 
@@ -248,6 +304,11 @@ class Scatters:
             fix += ", or call set_reduce_scatter_unused_params(True)"
         raise InputError("overlap", f"gradient of {', '.join(names)}", want=want,
                          got="it on the other alone", fix=fix)  # fmt: skip
+
+
+def _same(grad: Tensor, sent: tuple[Tensor, int] | None) -> bool:
+    """Whether a gradient is what was sent: that very tensor, not written since."""
+    return sent is not None and sent[0] is grad and sent[1] == grad._version
 
 
 def _rows(fact: Fact, r: int) -> tuple[int, int]:

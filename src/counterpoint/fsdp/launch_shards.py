@@ -1,6 +1,7 @@
 """What the ranks of one shard group share: gathers in place, scatters in place, and words."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from counterpoint.fsdp import torch_parts
@@ -34,10 +35,35 @@ class Shards:
         scattered = [m for m in members if m.sent]
         self.scatters = Scatters(workspace, scattered, words) if scattered else None
         self.why_not_wide = ""  # why gradients in fp32 are left to torch
+        self._watched: Member | None = None  # the group whose gradients are pushed ahead
+        self._unwatch: Callable[[], None] | None = None
 
     def keep(self, members: Sequence[Member]) -> None:
         """Have these alone from now on; equal on all ranks."""
         self.members[:] = members
+
+    def begin(self, ahead: Callable[[Member, int], None]) -> None:
+        """A forward of a root begins.
+
+        Args:
+            ahead: what to call for each gradient of the group that scatters last, with its place.
+        """
+        self.gathers.begin()
+        if self.scatters is None:
+            return
+        self.scatters.begin()
+        last = self.scatters.last
+        if last is not self._watched:
+            self.unwatch()
+            if last is not None:
+                self._watched = last
+                self._unwatch = torch_parts.watch_gradients(last.g, partial(ahead, last))
+
+    def unwatch(self) -> None:
+        """Push gradients ahead no more."""
+        if self._unwatch is not None:
+            self._unwatch()
+        self._watched = self._unwatch = None
 
     def gather(self, member: Member, stream: Any, *, at_once: bool) -> Any:
         """Gather a group; the event of its end.
@@ -62,6 +88,7 @@ class Shards:
 
     def release(self) -> None:
         """Let go of memory that ranks share; nothing is gathered or scattered any more."""
+        self.unwatch()
         self.gathers.release()
         self.scatters = None
 

@@ -375,6 +375,36 @@ def begin_reduce(g: Group) -> list[tuple[int, Tensor]]:
     return found
 
 
+def watch_gradients(g: Group, call: Callable[[int], None]) -> Callable[[], None]:
+    """Call, with a parameter's place, when its gradient is whole; what ends that.
+
+    The group has been gathered before.
+    """
+
+    def watched(i: int) -> Any:
+        untraced: Any = torch._dynamo.disable(lambda _: call(i))  # pyright: ignore
+        return g.fsdp_params[i]._unsharded_param.register_post_accumulate_grad_hook(untraced)
+
+    handles = [watched(i) for i, trained in enumerate(trains(g)) if trained]
+
+    def unwatch() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return unwatch
+
+
+def new_gradient(g: Group, i: int) -> Tensor | None:
+    """The gradient that autograd has just made, as `begin_reduce` will find it; None: it may not.
+
+    It may differ where earlier backwards reduced nothing, and where it is a DTensor.
+    """
+    p = g.fsdp_params[i]
+    grad = p._unsharded_param.grad
+    plain = type(grad) is Tensor and grad.is_contiguous()
+    return grad if plain and p.unsharded_accumulated_grad is None else None
+
+
 def sums_in_own_dtype(g: Group) -> bool:
     """Whether torch reduces gradients in a dtype narrower than fp32."""
     return g._reduce_dtype is None and any(
