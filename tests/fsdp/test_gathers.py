@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from fsdp_models import Block, Step, batch, made, mesh_of, same
+from fsdp_models import Block, Step, batch, made, mesh_of, same, sharded
 from on_ranks import on_ranks
 from torch import Tensor, nn
 
@@ -204,3 +204,34 @@ def test_a_model_that_is_gone_is_told_of_no_step(rank: int, ranks: int):
     gradients(model, batch(rank, 0))
     optimizer.step()
     torch.compile(optimizer.step, backend="eager")()
+
+
+class InSomeOrder(nn.Module):
+    """Layers that are called in the order that the caller picks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: Tensor, order: tuple[int, ...]) -> Tensor:
+        for i in order:
+            x = self.layers[i](x)
+        return x
+
+
+@on_ranks(2)
+def test_kept_shards_are_gathered_in_an_order_of_each_ranks_own(rank: int, ranks: int):
+    """No rank waits for a peer that waits for it: all that it has was published at first."""
+    torch.manual_seed(0)
+    plain = InSomeOrder()
+    torch.manual_seed(0)
+    model = InSomeOrder()
+    sharded(model, [*model.layers], Step(policy=None), mesh_of(ranks))
+    cp.overlap(model, trial_steps=0, memory="kept")
+    x = batch(rank, 0).detach()
+    with torch.no_grad():
+        for i, orders in enumerate([((0, 1, 2), (2, 1, 0)), ((1, 0), (0, 2, 1)), ((2,), (0, 1))]):
+            for p, whole in zip(model.parameters(), plain.parameters(), strict=True):
+                p.to_local().mul_(1 + i)  # type: ignore[operator]
+                whole.mul_(1 + i)
+            assert torch.equal(model(x, orders[rank]), plain(x, orders[rank]))

@@ -10,6 +10,8 @@ from torch.profiler import ProfilerActivity, profile
 
 import counterpoint as cp
 from counterpoint.choose.known import Knowledge
+from counterpoint.fsdp.launch_gathers import Kept
+from counterpoint.fsdp.member import Member
 
 STEPS = {
     "mixed": Step(), "fp32": Step(policy=None), "clipped": Step(clip=True),
@@ -154,3 +156,25 @@ def test_a_trial_measures_and_decides_alike_on_all_ranks(gpus):
     dist.all_gather_object(found, overlapped.verdict)
     assert all(each == found[0] for each in found)
     print(overlapped.explain())
+
+
+def test_shards_that_are_published_late_are_waited_for(gpus, exact, monkeypatch):
+    """By their owner, who copies them himself, and by its peers; also those of the step before."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    mesh, publish = mesh_of(ranks, "cuda"), Kept._publish
+
+    def late(self: Kept, members: list[Member], stream: torch.cuda.Stream) -> None:
+        if stream is self.publisher:
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(10_000_000 * (1 + (rank + members[0].index) % 2))
+        publish(self, members, stream)
+
+    monkeypatch.setattr(Kept, "_publish", late)
+    want = trained(made(Step(), mesh), Step(), rank)
+    model = made(Step(), mesh)
+    overlapped = cp.overlap(model, trial_steps=0, memory="kept")
+    got = trained(model, Step(), rank)
+    assert same(want, got) or ranks > 2
+    for a, b in zip(want, got, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-3)
+    overlapped.off()

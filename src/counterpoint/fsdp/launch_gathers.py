@@ -118,14 +118,23 @@ class Gathers:
 
 
 class Kept(Gathers):
-    """All shards are published once a step, in memory of their own."""
+    """All shards are published once a step, in memory of their own.
+
+    What is gathered first is published first; the others follow one by one on a stream of their
+    own, since casts find few free SMs beside matmuls: what waits for all of them waits long. That
+    stream waits for no word: ranks may gather in different orders.
+    """
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
         most = max(p.at + p.size for m in self.members for p in m.places)
         self.shadow = self.workspace.allocate(max(most, ALIGN))
+        device = self.workspace.device
+        self.publisher: Any = torch.cuda.Stream(device, -1) if self.on_gpu else torch.cpu.Stream()
         self.stale = True
-        self.heard: set[int] = set()  # ranks whose last publishing this one has waited for
+        self.order = list(self.members)  # in which they were gathered in the step before
+        self.seen: list[Member] = []  # in this step
+        self.unheard: dict[int, Any] = {}  # groups published since their last gather; when
 
     def begin(self) -> None:
         self.stale = True
@@ -135,37 +144,54 @@ class Kept(Gathers):
         return Slot(memory)
 
     def gather(self, member: Member, stream: Any, *, alone: bool, at_once: bool) -> Any:
-        others: list[Member] = []
         if alone or (not self.stale and self.changed(member)):
             stream.wait_stream(self.current.stream())
+            self._meet(stream, at_once=at_once)
             self._publish([member], stream)
-        elif self.stale and at_once:
-            self._publish(self.members, stream)
+        elif self.stale:
+            self._publish_all(member, stream, at_once=at_once)
             self.stale = False
-        elif self.stale:  # what is needed first, first: the others beside its computation
-            self._publish([member], stream)
-            self.stale, others = False, [m for m in self.members if m is not member]
+        if member not in self.seen:
+            self.seen.append(member)
+        new, published = member.index in self.unheard, self.unheard.pop(member.index, None)
+        if published is not None and not at_once:
+            stream.wait_event(published)
         for r in self.owners:
-            if r not in self.heard:
-                self.words(Signal(SHARDS, wait=FILLED, ranks=(r,)), stream)
-                self.heard.add(r)
+            if new:
+                words = Signal(shards_area(member.index), wait=FILLED, ranks=(r,))
+                self.words(words, stream)
             # this rank's own shards are no batch of their own
             self.pull(member, r, (r, self.rank) if r == self.owners[-1] else (r,), stream)
-        ended = stream.record_event()
-        if others:
-            self._publish(others, stream, more=True)
-        return ended
+        return stream.record_event()
 
-    def _publish(self, members: Sequence[Member], stream: Any, *, more: bool = False) -> None:
-        """Write shards to where peers read them.
+    def _meet(self, stream: Any, *, at_once: bool) -> None:
+        """Have all peers end the gathers before: they read no more what was published before."""
+        if not at_once:  # what a capture is told of is before it by itself
+            stream.wait_stream(self.publisher)
+        self.words(Signal(SHARDS, advance=True, post=FREE, wait=FREE), stream)
+
+    def _publish_all(self, first: Member, stream: Any, *, at_once: bool) -> None:
+        """Publish each group: `first` on the stream of gathers, the others beside it.
 
         Args:
-            members: whose.
-            stream: of the gathers.
-            more: of the same step as those published before: no peer reads old ones any more.
+            first: is gathered first.
+            stream: of gathers.
+            at_once: all on that stream.
         """
-        meet = "" if more else FREE
-        self.words(Signal(SHARDS, advance=True, post=meet, wait=meet), stream)
+        others = [m for m in dict.fromkeys([*self.seen, *self.order]) if m is not first]
+        self.order, self.seen = [first, *others], []
+        self._meet(stream, at_once=at_once)
+        if at_once:
+            self._publish(self.order, stream)
+            return
+        self._publish([first], stream)
+        self.publisher.wait_stream(stream)
+        for member in others:
+            self._publish([member], self.publisher)
+            self.unheard[member.index] = self.publisher.record_event()
+
+    def _publish(self, members: Sequence[Member], stream: Any) -> None:
+        """Write shards to where peers read them, and let peers know."""
         own = self.shadow.local()
         targets = [
             own[place.at : place.at + place.size].view(fact.dtype)
@@ -173,8 +199,9 @@ class Kept(Gathers):
             for fact, place in zip(member.facts, member.places, strict=True)
         ]
         self.write(members, targets, stream)
-        self.words(Signal(SHARDS, post=FILLED), stream)
-        self.heard = {self.rank}
+        for member in members:
+            self.words(Signal(shards_area(member.index), advance=True, post=FILLED), stream)
+            self.unheard[member.index] = None
 
     def shared(self, member: Member) -> Any:
         return self.shadow
@@ -239,6 +266,11 @@ class InTurn(Gathers):
         own, theirs = (slot.shared.buffer_ptrs[rank] for rank in (self.rank, r))
         places = zip(member.buffers, member.places, strict=True)
         return [theirs + b.data_ptr() - own + r * p.size if p.size else theirs for b, p in places]
+
+
+def shards_area(number: int) -> str:
+    """The name of a group's shards in words."""
+    return f"{SHARDS} {number}"
 
 
 def slot_area(number: int) -> str:

@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 from counterpoint.fsdp import torch_parts
-from counterpoint.fsdp.launch_gathers import Gathers, InTurn, Kept, slot_area
+from counterpoint.fsdp.launch_gathers import Gathers, InTurn, Kept, shards_area, slot_area
 from counterpoint.fsdp.launch_scatters import Grads, Scatters
 from counterpoint.fsdp.member import Member
 from counterpoint.fsdp.words import INBOX, SHARDS, words_of
@@ -28,9 +28,11 @@ class Shards:
         at = 0
         for i, member in enumerate(members):
             at = member.lay_out(i, at)
-        # each member may come to have memory of its own, beside a slot that it leaves
-        slots = [] if kept else [slot_area(i) for i in range(2 * len(members))]
-        words = words_of(workspace, (*([SHARDS] if kept else slots), INBOX))
+        if kept:
+            areas = [SHARDS, *(shards_area(i) for i in range(len(members)))]
+        else:  # each member may come to have memory of its own, beside a slot that it leaves
+            areas = [slot_area(i) for i in range(2 * len(members))]
+        words = words_of(workspace, (*areas, INBOX))
         self.gathers: Gathers = (Kept if kept else InTurn)(workspace, self.members, words)
         scattered = [m for m in members if m.sent]
         self.scatters = Scatters(workspace, scattered, words) if scattered else None
