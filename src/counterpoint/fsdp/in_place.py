@@ -260,13 +260,13 @@ class InPlace:
 
     def push_ahead(self, shards: Shards, member: Member, i: int) -> None:
         """A gradient of the group that scatters last is whole."""
-        grad = torch_parts.new_gradient(member.g, i)
-        streams = torch_parts.streams(member.g)
-        if grad is None or streams is None or member.wide or not self._scatters(member):
+        g, scatters = member.g, shards.scatters
+        if scatters is None or not (scatters.pushes_ahead or self._scatters(member)):
             return
-        if grad.dtype == member.grad_dtype and shards.scatters:
+        grad, streams = torch_parts.new_gradient(g, i), torch_parts.streams(g)
+        if grad is not None and streams and grad.dtype == member.grad_dtype and not member.wide:
             streams[1].wait_stream(shards.current.stream())
-            shards.scatters.push_ahead(i, grad, streams[1])
+            scatters.push_ahead(i, grad, streams[1])
 
     def _post_backward(self, member: Member, shards: Shards, *given: Any) -> None:
         g = member.g

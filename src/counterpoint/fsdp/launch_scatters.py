@@ -123,6 +123,11 @@ class Scatters:
             return f"no memory for gradients in fp32: {error}"
         return ""
 
+    @property
+    def pushes_ahead(self) -> bool:
+        """Whether it has begun to, in this backward."""
+        return bool(self._ahead)
+
     def push_ahead(self, i: int, grad: Tensor, stream: Any) -> None:
         """Push one gradient of `last`.
 

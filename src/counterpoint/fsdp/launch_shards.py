@@ -59,7 +59,9 @@ class Shards:
             self.unwatch()
             if last is not None:
                 self._watched = last
-                self._unwatch = torch_parts.watch_gradients(last.g, partial(ahead, last))
+                self._unwatch = torch_parts.watch_gradients(
+                    last.g, last.large(), partial(ahead, last)
+                )
 
     def unwatch(self) -> None:
         """Push gradients ahead no more."""

@@ -13,6 +13,7 @@ from counterpoint.runtime.driver import Batch
 from counterpoint.runtime.symmetric_memory import SymmetricMemory
 
 ALIGN = 256  # bytes
+PUSHES = 16  # of a group whose parameters are pushed one by one, at most
 
 
 class Place(NamedTuple):
@@ -79,6 +80,11 @@ class Member:
         """Elements of this rank's shard, those with gradients of ours, and parameters."""
         trained = sum(f.numel for f in self.facts if f.trains and self.scatters)
         return sum(f.numel for f in self.facts), trained, len(self.facts)
+
+    def large(self) -> list[int]:
+        """Places of the parameters that are worth a push of their own."""
+        whole = sum(f.numel for f in self.facts)
+        return [i for i, f in enumerate(self.facts) if f.numel * PUSHES >= whole]
 
     def shards(self) -> list[Tensor]:
         """This rank's shards, flat and padded, as the optimizer has them now.

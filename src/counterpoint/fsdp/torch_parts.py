@@ -375,17 +375,21 @@ def begin_reduce(g: Group) -> list[tuple[int, Tensor]]:
     return found
 
 
-def watch_gradients(g: Group, call: Callable[[int], None]) -> Callable[[], None]:
+def watch_gradients(g: Group, of: Sequence[int], call: Callable[[int], None]) -> Callable[[], None]:
     """Call, with a parameter's place, when its gradient is whole; what ends that.
 
-    The group has been gathered before.
+    Args:
+        g: has been gathered before.
+        of: places of parameters.
+        call: is not traced.
     """
 
     def watched(i: int) -> Any:
         untraced: Any = torch._dynamo.disable(lambda _: call(i))  # pyright: ignore
         return g.fsdp_params[i]._unsharded_param.register_post_accumulate_grad_hook(untraced)
 
-    handles = [watched(i) for i, trained in enumerate(trains(g)) if trained]
+    wanted = trains(g)
+    handles = [watched(i) for i in of if wanted[i]]
 
     def unwatch() -> None:
         for handle in handles:
