@@ -6,14 +6,19 @@
                     is where there is room; in a case "ring" memory="ring"
     ZeRO-2          as is, with reshard_after_forward=False
     two groups      as is, with a communicator for gathers and one for reduce-scatters
+    zero-CTA        as is, with NCCL's gathers by copy engines, in memory that is registered with it
+    two buffers     as is, with two reduce-scatters on their way at a time; since torch 2.13
 
 All arms of a case share one model and one shuffled rotation: in each round an arm is set up, runs a
 step that is not timed, then STEPS steps between two device events. A row has each round's time of
-the slowest rank."""
+the slowest rank. Before the first step of any other arm, "compute" is timed and both ways are
+predicted from it: `Overlapped.predict`."""
 
 import gc
 import random
+import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -30,7 +35,8 @@ from benchmarks.rows import Row, Timed, taken
 from benchmarks.tables import Column, arm, by_machine, ms, table
 
 AS_IS, COMPUTE, OURS = "as is", "compute", "ours"
-ZERO2, TWO_GROUPS = "ZeRO-2", "two groups"
+ZERO2, TWO_GROUPS, ZERO_CTA, BUFFERS = "ZeRO-2", "two groups", "zero-CTA", "two buffers"
+TORCHS = (AS_IS, ZERO2, TWO_GROUPS, ZERO_CTA, BUFFERS)
 LAYERS = 6
 STEPS, ROUNDS = 2, 15
 WIDTHS = {"8B": (4096, 14336, 32, 8), "toy": (64, 160, 4, 2)}
@@ -115,6 +121,39 @@ class InGroup:
         self._call(output_tensor, input_tensor, *op, group=self._group, async_op=True).wait()
 
 
+class ByCopyEngines:
+    """FSDP2's all-gather in a communicator that gives it no SM; in memory that NCCL knows."""
+
+    def __init__(self, bench: Bench) -> None:
+        options = dist.ProcessGroupNCCL.Options()
+        options.config.cta_policy = dist.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO
+        self._group = dist.new_group([*range(bench.ranks)], pg_options=options)
+        dist.all_reduce(torch.ones(1, device=bench.device), group=self._group)
+        self._nccl = self._group._get_backend(bench.device)
+        self._pool = torch.cuda.MemPool(self._nccl.mem_allocator)
+        self._free: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: Any) -> Tensor:
+        """One of two buffers, by turns: the other may be read still."""
+        key = size[0], dtype
+        if key not in self._free:
+            with torch.cuda.use_mem_pool(self._pool):
+                made = [torch.empty(size, dtype=dtype, device=device) for _ in range(2)]
+            if not self._free:
+                self._nccl.register_mem_pool(self._pool, symm=True)
+            self._free[key] = made
+        self._free[key].reverse()
+        return self._free[key][0]
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False
+    ) -> Any:
+        """Runs it."""
+        return dist.all_gather_into_tensor(
+            output_tensor, input_tensor, group=self._group, async_op=async_op
+        )
+
+
 class Lab:
     """One FSDP2 model, the same layers without it, and how each arm is set up."""
 
@@ -136,14 +175,14 @@ class Lab:
                 block.set_force_sum_reduction_for_comms(True)
         self.overlapped: cp.Overlapped | None = None
         self.groups: list[dist.ProcessGroup] = []
-        self.theirs: Any = None
+        self.zero: ByCopyEngines | None = None
 
-    def step(self, model: nn.Module | None = None) -> Tensor:
+    def step(self, model: nn.Module | None = None, *, optimizes: bool = True) -> Tensor:
         """Forward, backward, and where asked for the optimizer."""
         model = model or self.model
         loss = model(self.x).float().square().mean()
         loss.backward()
-        if self.case["adamw"]:
+        if self.case["adamw"] and optimizes:
             if id(model) not in self.optimizers:
                 of = torch.optim.AdamW(model.parameters(), lr=1e-6, foreach=True)
                 self.optimizers[id(model)] = of
@@ -152,6 +191,33 @@ class Lab:
             p.grad = None
         self.x.grad = None
         return loss.detach()
+
+    def predicted(self) -> dict[str, float]:
+        """Milliseconds of a step as it is, and of ours, before either has run; and of what."""
+        alone, host = self._plain_ms(optimizes=False)
+        if self.case["adamw"]:  # over shards
+            alone += (self._plain_ms(optimizes=True)[0] - alone) / self.bench.ranks
+        alone, host = self.bench.most([alone, host])
+        overlapped = cp.overlap(self.model, memory=self.case["memory"])
+        try:
+            found = overlapped.predict(alone, host_ms=host)
+        except cp.UnsupportedError:  # of this machine nothing is known
+            return {}
+        finally:
+            overlapped.off()
+        self.bench.say(f"{self.case.name}: {found}")
+        return {AS_IS: found.as_is_s * 1e3, OURS: found.ours_s * 1e3, "computation": alone}
+
+    def _plain_ms(self, *, optimizes: bool) -> tuple[float, float]:
+        """A step without FSDP2, and until the host has launched it: medians."""
+        times, step = [], partial(self.step, self.plain, optimizes=optimizes)
+        for _ in range(8):
+            start = time.perf_counter()
+            step()
+            host = (time.perf_counter() - start) * 1e3
+            times.append((timed_ms(step, self.bench), host))
+        ms, hosts = zip(*times[2:], strict=True)
+        return median(ms), median(hosts)
 
     def overlap(self) -> None:
         """Overlap from now on."""
@@ -183,6 +249,25 @@ class Lab:
             block.set_custom_all_gather(gather)
             block.set_custom_reduce_scatter(scatter)
 
+    def by_copy_engines(self, on: bool) -> None:
+        """NCCL's gathers take no SM."""
+        from torch.distributed.fsdp._fully_shard import _fsdp_collectives as theirs
+
+        if self.zero is None:
+            self.zero = ByCopyEngines(self.bench)
+        for block in self.blocks:
+            block.set_custom_all_gather(self.zero if on else theirs.DefaultAllGather())
+
+    def two_buffers(self, on: bool) -> None:
+        """Two reduce-scatters may be on their way."""
+        self.model.set_reduce_scatter_max_input_buffers(2 if on else 1)  # type: ignore[operator]
+
+    def setting(
+        self, set_to: Callable[[bool], None]
+    ) -> tuple[Callable[[], Any], Callable[[], Any], Callable[[], Tensor]]:
+        """An arm of torch's own way with one of its settings."""
+        return partial(set_to, True), partial(set_to, False), self.step
+
     def arms(self) -> dict[str, tuple[Callable[[], Any], Callable[[], Any], Callable[[], Tensor]]]:
         """Of each arm: how it is set up and ended, and its step."""
         nothing = lambda: None  # noqa: E731
@@ -190,10 +275,13 @@ class Lab:
             AS_IS: (nothing, nothing, self.step),
             COMPUTE: (nothing, nothing, lambda: self.step(self.plain)),
             OURS: (self.overlap, self.end, self.step),
-            ZERO2: (lambda: self.keep(True), lambda: self.keep(False), self.step),
+            ZERO2: self.setting(self.keep),
         }
         if self.bench.on_gpu:
-            found[TWO_GROUPS] = (lambda: self.apart(True), lambda: self.apart(False), self.step)
+            found[TWO_GROUPS] = self.setting(self.apart)
+            found[ZERO_CTA] = self.setting(self.by_copy_engines)
+        if hasattr(self.model, "set_reduce_scatter_max_input_buffers"):
+            found[BUFFERS] = self.setting(self.two_buffers)
         return found
 
 
@@ -250,6 +338,7 @@ def rows(case: Case, bench: Bench) -> list[Row]:
     """Times of all arms of a model, and how far gradients are off."""
     torch._dynamo.reset()
     lab = Lab(case, bench)
+    predicted = lab.predicted()
     facts: Row
     facts, peak = differences(lab)
     if max(facts["gradients_off"] / max(facts["torchs_own_off"], 1e-3), facts["loss_off"]) > 10:
@@ -281,6 +370,8 @@ def rows(case: Case, bench: Bench) -> list[Row]:
         {
             "arm": name, "mode": "eager", "median_s": median(of) / 1e3,
             "rounds_ms": [round(t, 3) for t in of], "peak_bytes": peak.get(name, 0),
+            "predicted_ms": round(predicted.get(name, 0.0), 3),
+            "predicted_of_ms": round(predicted.get("computation", 0.0), 3),
             "baseline_over_arm": median(a / b for a, b in zip(slowest[AS_IS], of, strict=True)),
             **facts,
         }
@@ -290,8 +381,6 @@ def rows(case: Case, bench: Bench) -> list[Row]:
 
 def timed_ms(step: Callable[[], Tensor], bench: Bench) -> float:
     """Of a step, between device events; ranks begin together."""
-    import time
-
     bench.meet()
     if not bench.on_gpu:
         start = time.perf_counter()
@@ -312,7 +401,7 @@ def _speedup(case: Timed) -> str:
 
 
 def _best(case: Timed) -> str:
-    best = min((name for name in case.main if name in (AS_IS, ZERO2, TWO_GROUPS)), key=case.s)
+    best = min((name for name in case.main if name in TORCHS), key=case.s)
     return f"{case.s(best) / case.s(OURS):.2f} ({best})"
 
 
@@ -328,11 +417,21 @@ def _peak(case: Timed) -> str:
     return ", ".join(f"{peak:.1f}" if peak else "-" for peak in peaks)
 
 
+def _predicted(case: Timed) -> str:
+    """Of as is and ours, and how far from what was measured."""
+    told: list[str] = []
+    for name in (AS_IS, OURS):
+        ms = case.main[name].get("predicted_ms")
+        told.append(f"{ms:.1f} ({ms / case.s(name) / 1e3 - 1:+.0%})" if ms else "-")
+    return ", ".join(told)
+
+
 COLUMNS = (
     Column("step, tokens a rank", lambda c: str(c.head["case"])),
     arm(AS_IS, ms), arm(COMPUTE, ms), arm(OURS, ms),
     Column("speedup", _speedup), Column("over torch's best setting", _best),
-    Column("exposed time recovered", _recovered), Column("peak GiB as is, ours", _peak),
+    Column("exposed time recovered", _recovered), Column("predicted as is, ours", _predicted),
+    Column("peak GiB as is, ours", _peak),
 )  # fmt: skip
 
 

@@ -1,5 +1,6 @@
 """Training steps of small FSDP2 models, as torch runs them and overlapped."""
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -65,12 +66,19 @@ def mesh_of(ranks: int, device: str = "cpu") -> DeviceMesh:
     return init_device_mesh(device, (ranks,))
 
 
-def sharded(model: nn.Module, blocks: list[nn.Module], step: Step, mesh: DeviceMesh) -> nn.Module:
-    """FSDP2 of each block and of the model; gloo has no average, so sums are divided."""
+def sharded(
+    model: nn.Module, blocks: list[nn.Module], step: Step, mesh: DeviceMesh, by: Any = None
+) -> nn.Module:
+    """FSDP2 of each block and of the model; gloo has no average, so sums are divided.
+
+    Args:
+        by: shard_placement_fn.
+    """
     policy = step.policy or MixedPrecisionPolicy()
+    shard = partial(fully_shard, mesh=mesh, mp_policy=policy, shard_placement_fn=by)
     for block in blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=not step.keep)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+        shard(block, reshard_after_forward=not step.keep)
+    shard(model)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)
@@ -79,7 +87,7 @@ def sharded(model: nn.Module, blocks: list[nn.Module], step: Step, mesh: DeviceM
     return model
 
 
-def made(step: Step, mesh: DeviceMesh) -> nn.Sequential:
+def made(step: Step, mesh: DeviceMesh, by: Any = None) -> nn.Sequential:
     """A model of blocks, with equal weights on all ranks."""
     torch.manual_seed(0)
     with torch.device(mesh.device_type):
@@ -90,7 +98,7 @@ def made(step: Step, mesh: DeviceMesh) -> nn.Sequential:
     if step.checkpoint:
         blocks = [checkpoint_wrapper(block) for block in blocks]
     model = nn.Sequential(*blocks, head, nn.Tanh())  # FSDP2 warns of views
-    sharded(model, blocks, step, mesh)
+    sharded(model, blocks, step, mesh, by)
     if step.prefetch:
         for i, block in enumerate(blocks):
             block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 1 + step.prefetch])  # type: ignore[operator]

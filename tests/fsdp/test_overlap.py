@@ -440,15 +440,53 @@ def test_saved_and_loaded(rank: int, world_size: int):
     assert same(want, got)
 
 
+@pytest.mark.parametrize("memory", ["kept", "ring"])
+@on_ranks(2)
+def test_parameters_that_are_sharded_by_another_dimension(rank: int, ranks: int, memory: str):
+    """Matrices by columns, and a stack of them, as experts are, in the middle or at the end."""
+
+    class Stack(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w1, self.w2 = (nn.Parameter(torch.randn(3, DIM, DIM) / 6) for _ in range(2))
+            self.scale = nn.Parameter(torch.ones(5))  # uneven rows
+
+        def forward(self, x: Tensor) -> Tensor:
+            for a, b in zip(self.w1, self.w2, strict=True):
+                x = x + torch.tanh(x @ a) @ b * self.scale[0]
+            return x
+
+    def by_the_last(p: nn.Parameter) -> Shard:
+        return Shard(p.ndim - 1 if p.ndim > 1 else 0)
+
+    def by_the_second(p: nn.Parameter) -> Shard:
+        return Shard(min(p.ndim - 1, 1))
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        blocks = [Block(), Stack(), Stack(), Block()]
+        model = nn.Sequential(*blocks, nn.Linear(DIM, DIM), nn.Tanh())
+        for block, by in zip(blocks, [by_the_last, by_the_second, by_the_last, None], strict=True):
+            fully_shard(block, mesh=mesh_of(ranks), mp_policy=MIXED, shard_placement_fn=by)
+        fully_shard(model, mesh=mesh_of(ranks), mp_policy=MIXED)
+        for module in (*blocks, model):
+            module.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
+        return model
+
+    want, got, overlapped = twice(make, lambda m: trained(m, Step(micro=2), rank), memory=memory)
+    assert same(want, got)
+    assert overlapped.explain().count(IN_PLACE) == 5, overlapped.explain()
+    # while both take turns, too: torch's way writes to the same memory
+    model = make()
+    tried = cp.overlap(model, trial_steps=8, memory=memory)
+    assert same(want, trained(model, Step(micro=2), rank))
+    assert "being tried" in tried.explain()
+
+
 # -- what stays torch's
 
 
-def by_columns(p: nn.Parameter) -> Shard | None:
-    return Shard(1) if p.ndim == 2 else None
-
-
 WITHOUT: dict[str, tuple[Any, str]] = {
-    "another dim": ({"shard_placement_fn": by_columns}, "is sharded by dim 1"),
     "a smaller mesh": ({"reshard_after_forward": 2}, "to a smaller mesh"),
     "half": ({"mp_policy": MixedPrecisionPolicy(param_dtype=torch.float16)}, "in two steps"),
     "reduced in fp16": (

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from counterpoint.fsdp import torch_parts
-from counterpoint.fsdp.member import ALIGN, Member, Slot
+from counterpoint.fsdp.member import ALIGN, Member, Slot, part_of
 from counterpoint.fsdp.plan_shards import gather_plan, peers_in_order
 from counterpoint.fsdp.words import FILLED, FREE, SHARDS, SLOT, CpuWords, CudaWords, Signal
 from counterpoint.runtime.driver import Batch, Copy
@@ -70,7 +70,8 @@ class Gathers:
 
     def write(self, members: Sequence[Member], targets: list[Tensor], stream: Any) -> None:
         """Write shards to where peers read them."""
-        sources = [shard for member in members for shard in member.shards()]
+        found = (shard for member in members for shard in member.shards())
+        sources = [shard.view(part.shape) for shard, part in zip(found, targets, strict=True)]
         for member in members:
             member.published = torch_parts.versions(member.g)
         with torch.no_grad(), self.current.on(stream):
@@ -80,33 +81,42 @@ class Gathers:
         """Have the shards of these ranks, as one batch of copies that is named by r."""
         if self.on_gpu:
             if r not in member.pulls:
-                member.pulls[r] = Batch([
-                    Copy(b.data_ptr() + owner * p.size, p.size, at, p.size, p.size, 1)
-                    for owner in ranks
-                    for p, b, at in zip(
-                        member.places, member.buffers, self.sources(member, owner), strict=True
-                    ) if p.size
-                ])  # fmt: skip
+                copies = (self._copies(member, owner) for owner in ranks)
+                member.pulls[r] = Batch([copy for of in copies for copy in of if copy.width])
             member.pulls[r].submit(stream.cuda_stream)
             return
         for owner in ranks:
             theirs = self.shared(member)
             start = theirs.buffer_ptrs[owner]
-            for fact, place, buffer, at in zip(
-                member.facts, member.places, member.buffers, self.sources(member, owner),
-                strict=True,
-            ):  # fmt: skip
-                part = theirs.peer(owner)[at - start : at - start + place.size]
+            for fact, buffer, copy in zip(
+                member.facts, member.buffers, self._copies(member, owner), strict=True
+            ):
+                item, first = fact.dtype.itemsize, copy.source - start
+                last = first + (copy.height - 1) * copy.source_pitch + copy.width
+                part = theirs.peer(owner)[first:last].view(fact.dtype).as_strided(
+                    (copy.height, copy.width // item), (copy.source_pitch // item, 1)
+                )  # fmt: skip
                 # .data: with a version of its own, so that a gather is no change to autograd
-                own = buffer.data[owner * fact.numel : (owner + 1) * fact.numel]
-                own.copy_(part.view(fact.dtype))
+                own = part_of(buffer.data, fact, owner)
+                own.copy_(part.view(own.shape))
+
+    def _copies(self, member: Member, r: int) -> list[Copy]:
+        """From where rank r has published its shards of a group to their places here."""
+        found: list[Copy] = []
+        for fact, place, b, (at, pitch) in zip(
+            member.facts, member.places, member.buffers, self.sources(member, r), strict=True
+        ):
+            width = place.size // fact.rows
+            to = b.data_ptr() + r * width
+            found.append(Copy(to, self.ranks * width, at, pitch, width, fact.rows))
+        return found
 
     def shared(self, member: Member) -> Any:
         """The memory in which all ranks publish a group's shards."""
         raise NotImplementedError
 
-    def sources(self, member: Member, r: int) -> list[int]:
-        """Addresses of a group's shards of rank r."""
+    def sources(self, member: Member, r: int) -> list[tuple[int, int]]:
+        """Addresses of a group's shards of rank r, and bytes from a piece to the next."""
         raise NotImplementedError
 
     def num_bytes(self) -> int:
@@ -206,8 +216,9 @@ class Kept(Gathers):
     def shared(self, member: Member) -> Any:
         return self.shadow
 
-    def sources(self, member: Member, r: int) -> list[int]:
-        return [self.shadow.buffer_ptrs[r] + place.at for place in member.places]
+    def sources(self, member: Member, r: int) -> list[tuple[int, int]]:
+        base, of = self.shadow.buffer_ptrs[r], zip(member.facts, member.places, strict=True)
+        return [(base + place.at, place.size // fact.rows) for fact, place in of]
 
     def num_bytes(self) -> int:
         return self.shadow.num_bytes
@@ -245,7 +256,7 @@ class InTurn(Gathers):
             stream.wait_stream(self.current.stream())
         self.words(Signal(slot.area, wait=FREE), stream)
         targets = [
-            buffer.data[self.rank * fact.numel : (self.rank + 1) * fact.numel]
+            part_of(buffer.data, fact, self.rank)
             for fact, buffer in zip(member.facts, member.buffers, strict=True)
         ]
         self.write([member], targets, stream)
@@ -260,12 +271,16 @@ class InTurn(Gathers):
         assert member.slot is not None
         return member.slot.shared
 
-    def sources(self, member: Member, r: int) -> list[int]:
+    def sources(self, member: Member, r: int) -> list[tuple[int, int]]:
         slot = member.slot
         assert slot is not None and slot.shared is not None
         own, theirs = (slot.shared.buffer_ptrs[rank] for rank in (self.rank, r))
-        places = zip(member.buffers, member.places, strict=True)
-        return [theirs + b.data_ptr() - own + r * p.size if p.size else theirs for b, p in places]
+        found: list[tuple[int, int]] = []
+        for fact, p, b in zip(member.facts, member.places, member.buffers, strict=True):
+            width = p.size // fact.rows
+            at = theirs + b.data_ptr() - own + r * width if width else theirs
+            found.append((at, self.ranks * width))
+        return found
 
 
 def shards_area(number: int) -> str:

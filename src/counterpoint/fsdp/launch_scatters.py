@@ -16,9 +16,8 @@ from torch import Tensor
 from counterpoint.errors import InputError, UnsupportedError
 from counterpoint.fsdp import torch_parts
 from counterpoint.fsdp.kernel_sum import sum_kernel
-from counterpoint.fsdp.member import Member, aligned
+from counterpoint.fsdp.member import Member, aligned, part_of
 from counterpoint.fsdp.plan_shards import peers_in_order, scatter_plan
-from counterpoint.fsdp.torch_parts import Fact
 from counterpoint.fsdp.words import FILLED, FREE, INBOX, CpuWords, CudaWords, Signal
 from counterpoint.runtime.driver import Batch, Copy
 from counterpoint.runtime.workspace import Workspace
@@ -212,10 +211,11 @@ class Scatters:
         found = list[tuple[int, Copy]]()
         base = self.inbox.buffer_ptrs[r] + self.rank * self.part_bytes
         for number, (i, grad) in enumerate(grads):
-            item, (first, last) = grad.itemsize, _rows(member.facts[i], r)
-            if size := (last - first) * item:
+            fact, item = member.facts[i], grad.itemsize
+            first, pitch = (n // fact.rows * item for n in (r * fact.numel, fact.orig))
+            if width := part_of(grad.view(-1), fact, r).numel() // fact.rows * item:
                 to = base + member.places[i].sent * item
-                found.append((number, Copy(to, size, first * item, size, size, 1)))
+                found.append((number, Copy(to, width, first, pitch, width, fact.rows)))
         if mask:
             row = 4 * self.mask_words
             to = self.masks.buffer_ptrs[r] + self.rank * row
@@ -224,15 +224,13 @@ class Scatters:
 
     def _push_by_host(self, member: Member, grads: Grads, mask: int, r: int) -> None:
         """The same to one of CPU ranks."""
-        row = 4 * self.mask_words
-        if mask:
-            mine = self.masks.peer(r)[self.rank * row : (self.rank + 1) * row]
-            mine.copy_(self._mask(mask).view(torch.uint8))
-        part = self.inbox.peer(r)[self.rank * self.part_bytes : (self.rank + 1) * self.part_bytes]
-        for i, grad in grads:
-            inbox, (first, last) = part.view(grad.dtype), _rows(member.facts[i], r)
-            sent = member.places[i].sent
-            inbox[sent : sent + last - first] = grad.view(-1)[first:last]
+        sources = [t for _, t in grads] + ([self._mask(mask)] if mask else [])
+        for number, copy in self._copies(member, grads, mask, r):
+            memory = self.inbox if number < len(grads) else self.masks
+            at, size = copy.target - memory.buffer_ptrs[r], copy.width * copy.height
+            source = sources[number].view(-1).view(torch.uint8)[copy.source :]
+            rows = source.as_strided((copy.height, copy.width), (copy.source_pitch, 1))
+            memory.peer(r)[at : at + size] = rows.flatten()
 
     def _mask(self, mask: int) -> Tensor:
         """A mask as words in device memory."""
@@ -314,8 +312,3 @@ class Scatters:
 def _same(grad: Tensor, sent: tuple[Tensor, int] | None) -> bool:
     """Whether a gradient is what was sent: that very tensor, not written since."""
     return sent is not None and sent[0] is grad and sent[1] == grad._version
-
-
-def _rows(fact: Fact, r: int) -> tuple[int, int]:
-    """[first, last) elements of a gradient that rank r owns; of uneven rows the last have fewer."""
-    return min(r * fact.numel, fact.orig), min((r + 1) * fact.numel, fact.orig)

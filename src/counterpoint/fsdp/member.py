@@ -139,6 +139,17 @@ class Slot:
         return found
 
 
+def part_of(whole: Tensor, fact: Fact, r: int) -> Tensor:
+    """What rank r owns of a gathered parameter or of its gradient, which is flat: a view.
+
+    Flat, or [rows, elements] where it lies in several pieces; of uneven rows the last have fewer.
+    """
+    if fact.rows == 1:
+        return whole[r * fact.numel : (r + 1) * fact.numel]
+    width = fact.numel // fact.rows
+    return whole.view(fact.rows, -1)[:, r * width : (r + 1) * width]
+
+
 def aligned(num_bytes: int) -> int:
     """To where the next parameter or gradient may begin."""
     return -(-num_bytes // ALIGN) * ALIGN

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from counterpoint.choose.known import released
 from counterpoint.errors import InputError, UnsupportedError
 from counterpoint.fsdp import room, torch_parts
 from counterpoint.fsdp.circles import circles_of, gathered, workspaces_of
@@ -17,8 +18,10 @@ from counterpoint.fsdp.in_place import OP, InPlace
 from counterpoint.fsdp.launch_shards import Shards
 from counterpoint.fsdp.member import Member
 from counterpoint.fsdp.plan_shards import predicted
+from counterpoint.fsdp.predicted_step import PredictedStep, predicted_step, sizes_of
 from counterpoint.fsdp.torch_parts import Group
 from counterpoint.fsdp.trial import Trial, Verdict
+from counterpoint.machine_of import MachineLike, machine_of
 from counterpoint.ops.auto import knowledge_of
 from counterpoint.runtime.workspace import Workspace, workspace_of
 
@@ -72,6 +75,37 @@ class Overlapped:
             lines.append(f"memory of this rank: {sizes}")
         lines.append(self._state)
         return "\n".join(lines)
+
+    def predict(
+        self, computation_ms: float, *, host_ms: float = 0.0, machine: MachineLike | None = None
+    ) -> PredictedStep:
+        """What a step takes as it is and overlapped, before any has run. No collective call.
+
+        Args:
+            computation_ms: of a step of this model on one GPU without FSDP2, with its optimizer's
+                over the number of ranks.
+            host_ms: of that, until the host has launched it. It matters where there are few tokens.
+            machine: as `counterpoint.machine_of` takes it; None: of this process's GPU.
+
+        Raises:
+            InputError: an argument is wrong.
+            UnsupportedError: nothing is known of this machine, or no group has several ranks.
+        """
+        for name, value in (("computation_ms", computation_ms), ("host_ms", host_ms)):
+            if not 0 <= value < float("inf"):
+                raise InputError(OP, name, want="milliseconds, from 0 on", got=value)
+        groups = [g for state in self._states for g in torch_parts.groups_of(state)]
+        shared = [(g, r.size()) for g in groups if (r := torch_parts.shard_group(g))]
+        ranks = max((n for _, n in shared), default=1)
+        here = self._on_gpu and machine is None
+        found = released(torch.cuda.get_device_name(), ranks) if here else None
+        found = found if machine is None else machine_of(OP, machine)
+        if found is None or ranks == 1:
+            why = "no group has several ranks" if found else "nothing is known of this machine"
+            raise UnsupportedError(f"{OP}: {why}, so no step can be predicted")
+        lie = self._slots if self._memory != "ring" else 0
+        sizes = sizes_of([g for g, _ in shared], gather=self._wants[0], lie=lie)
+        return predicted_step(sizes, ranks, found.costs, computation_ms / 1e3, host_ms / 1e3)
 
     def num_bytes(self) -> dict[str, int]:
         """Memory on this rank: what is published, inboxes, and gathered parameters."""

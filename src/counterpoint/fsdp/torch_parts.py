@@ -69,7 +69,8 @@ class Fact(NamedTuple):
         orig: elements of the whole parameter.
         dtype: in which it is gathered, and its gradients are made.
         trains: whether it has gradients.
-        why: why FSDP2 must gather it itself, or "".
+        rows: pieces of a shard, each of which lies by itself in the whole; one where it is sharded
+            by its first dimension.
     """
 
     name: str
@@ -77,23 +78,39 @@ class Fact(NamedTuple):
     orig: int
     dtype: torch.dtype
     trains: bool
-    why: str
+    rows: int
 
 
 def fact_of(p: Param) -> Fact:
     """The facts of a parameter, once FSDP2 has set itself up."""
-    name = getattr(p, "_param_fqn", None) or p._module_info.param_name
-    why = ""
-    if p.fsdp_placement.dim:
-        why = f"{name} is sharded by dim {p.fsdp_placement.dim}"
-    elif p.offload_to_cpu:
-        why = f"{name} is offloaded to the CPU"
-    elif hasattr(p._sharded_local_tensor, "fsdp_pre_all_gather"):
-        why = f"{name} has an all-gather of its own"
     dtype = p.param_dtype or p.orig_dtype
-    whole = p._orig_size.numel()
-    return Fact(name, p.padded_sharded_param_size.numel(), whole, dtype,
-                p.sharded_param.requires_grad, why)  # fmt: skip
+    shard, whole = p.padded_sharded_param_size.numel(), p._orig_size.numel()
+    rows = max(p._orig_size[: p.fsdp_placement.dim].numel(), 1)
+    return Fact(_name(p), shard, whole, dtype, p.sharded_param.requires_grad, rows)
+
+
+def _name(p: Param) -> str:
+    return getattr(p, "_param_fqn", None) or p._module_info.param_name
+
+
+def _why_not(p: Param) -> str:
+    """Why FSDP2 must gather a parameter itself, or ""."""
+    if p.offload_to_cpu:
+        return f"{_name(p)} is offloaded to the CPU"
+    own = hasattr(p._sharded_local_tensor, "fsdp_pre_all_gather")
+    return f"{_name(p)} has an all-gather of its own" if own else ""
+
+
+def size_of(g: Group) -> tuple[int, int, int, int]:
+    """(elements, those that train, bytes of one as gathered, as the optimizer has it), at any time.
+
+    Of the parameters that it has, by the dtype of the first.
+    """
+    whole = [(p._orig_size.numel(), p.sharded_param) for p in g.fsdp_params]
+    master = whole[0][1].dtype
+    gathered = g.mp_policy.param_dtype or master
+    trained = sum(n for n, param in whole if param.requires_grad)
+    return sum(n for n, _ in whole), trained, gathered.itemsize, master.itemsize
 
 
 def why_not_gathered(g: Group) -> str:
@@ -107,7 +124,7 @@ def why_not_gathered(g: Group) -> str:
         return "reshard_after_forward is to a smaller mesh"
     if type(g._all_gather_comm).__name__ != "DefaultAllGather":
         return "its all-gather was set by set_custom_all_gather, or is from symmetric memory"
-    return next((why for p in g.fsdp_params if (why := fact_of(p).why)), "")
+    return next((why for p in g.fsdp_params if (why := _why_not(p))), "")
 
 
 def why_not_scattered(g: Group) -> str:

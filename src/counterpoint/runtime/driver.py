@@ -124,30 +124,33 @@ class _Attributes(ctypes.Structure):
 
 
 class Batch:
-    """Plain copies in no order among themselves, ready to be submitted again and again.
+    """Copies in no order among themselves, ready to be submitted again and again.
 
-    CUDA is called with arrays that are made once: by lists it took twice the host's time.
+    CUDA is called with arrays that are made once: by lists it took twice the host's time. Copies of
+    several rows go singly, behind the others.
 
     Args:
-        copies: of one row each.
+        copies: that do not overlap.
     """
 
     def __init__(self, copies: Sequence[Copy]) -> None:
-        assert all(copy.height == 1 for copy in copies)
-        words = ctypes.c_uint64 * len(copies)
-        self.targets = words(*(c.target for c in copies))
-        self.sources = words(*(c.source for c in copies))
-        self.sizes = words(*(c.width for c in copies))
+        self._flat = [i for i, copy in enumerate(copies) if copy.height == 1]
+        self._tall = [(i, copy) for i, copy in enumerate(copies) if copy.height != 1]
+        flat = [copies[i] for i in self._flat]
+        words = ctypes.c_uint64 * len(flat)
+        self.targets = words(*(c.target for c in flat))
+        self.sources = words(*(c.source for c in flat))
+        self.sizes = words(*(c.width for c in flat))
         in_stream_order = _Attributes(order=IN_STREAM_ORDER)
         self._behind = [
-            ctypes.c_size_t(len(copies)), ctypes.byref(in_stream_order),
+            ctypes.c_size_t(len(flat)), ctypes.byref(in_stream_order),
             ctypes.byref(ctypes.c_size_t(0)), ctypes.c_size_t(1),
         ]  # fmt: skip
         if cuda_major() < 13:
             self._behind.append(ctypes.byref(ctypes.c_size_t(0)))  # which copy failed
 
     def submit(self, stream: int, sources: Sequence[int] | None = None) -> None:
-        """Enqueue them, in one call unless the stream is being captured.
+        """Enqueue them, those of one row in one call unless the stream is being captured.
 
         Args:
             stream: a cudaStream_t.
@@ -158,12 +161,16 @@ class Batch:
         """
         status, capture = bindings().cudaStreamIsCapturing(stream)
         _check(status, "cudaStreamIsCapturing")
-        if not len(self.sizes):
-            return
-        if sources is not None:
-            self.sources[:] = sources
+        if sources is not None and len(self.sizes):
+            self.sources[:] = [sources[i] for i in self._flat] if self._tall else sources
+        if len(self.sizes):
+            self._submit_flat(stream, capturing=int(capture) != 0)
+        for i, copy in self._tall:
+            copy_async(copy if sources is None else copy._replace(source=sources[i]), stream)
+
+    def _submit_flat(self, stream: int, *, capturing: bool) -> None:
         of = self.targets, self.sources, self.sizes
-        if not batches(stream, capturing=int(capture) != 0):
+        if not batches(stream, capturing=capturing):
             for target, source, size in zip(*of, strict=True):
                 copy_async(Copy(target, size, source, size, size, 1), stream)
             return
