@@ -102,7 +102,7 @@ class Overlapped:
         found = found if machine is None else machine_of(OP, machine)
         if found is None or ranks == 1:
             why = "no group has several ranks" if found else "nothing is known of this machine"
-            raise UnsupportedError(f"{OP}: {why}, so no step can be predicted")
+            raise UnsupportedError(f"{OP}: {why}; predict a step of another")
         lie = self._slots if self._memory != "ring" else 0
         sizes = sizes_of([g for g, _ in shared], gather=self._wants[0], lie=lie)
         return predicted_step(sizes, ranks, found.costs, computation_ms / 1e3, host_ms / 1e3)
