@@ -17,8 +17,8 @@ ROOT = Path(__file__).parent.parent
 HOUSE = ROOT / "src" / "counterpoint"
 # lines of code of each folder, as they are: a change that needs more says why, and edits this table
 CODE = {
-    ".": 1607, "adapters": 2221, "choose": 557, "cli": 2134, "fsdp": 1865, "kernels": 2640,
-    "measure": 2012, "model": 667, "nn": 850, "ops": 6153, "plan": 5568, "resources": 1413,
+    ".": 1607, "adapters": 2221, "choose": 557, "cli": 2134, "fsdp": 1872, "kernels": 2640,
+    "measure": 2012, "model": 667, "nn": 850, "ops": 6153, "plan": 5573, "resources": 1413,
     "runtime": 6355, "scale": 2598, "testing": 344,
 }  # fmt: skip
 CODE_OF_BENCHMARKS = 12165

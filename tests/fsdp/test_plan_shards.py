@@ -31,11 +31,13 @@ def test_both_ways_are_proved(op: str, ranks: int, rows: tuple[int, ...]):
     cp.validate(PLANS[op].serial(problem))
     if ranks > 1:
         cp.validate(PLANS[op].in_place(problem))
+    if ranks > 1 and op == GATHER:
+        cp.validate(gather_shards.in_turn(problem))
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_no_two_ranks_copy_from_or_to_one_at_a_time(ranks: int):
-    for plan in (gather_plan(ranks), scatter_plan(ranks)):
+    for plan in (gather_plan(ranks), gather_plan(ranks, kept=False), scatter_plan(ranks)):
         orders = [peers_in_order(plan, rank) for rank in range(ranks)]
         for rank, order in enumerate(orders):
             assert Counter(order) == Counter(r for r in range(ranks) if r != rank)
@@ -45,11 +47,13 @@ def test_no_two_ranks_copy_from_or_to_one_at_a_time(ranks: int):
 
 def test_a_slip_is_refused():
     """A wait that is missing, an order that is, a block of somebody else, a slot of another."""
-    gather, scatter = gather_plan(3, 4), scatter_plan(3, 4)
+    gather, scatter, turn = gather_plan(3, 4), scatter_plan(3, 4), gather_plan(3, 4, kept=False)
     slips = [
         (gather, "pull_1", {"waits": ()}), (gather, "own", {"after": ()}),
         (gather, "pull_2", {"writes": (Region("y", shards=((2,),)),)}),
         (gather, "publish", {"posts": ()}), (scatter, "sum", {"waits": ()}),
+        (turn, "pull_1", {"waits": ()}), (turn, "pull_1", {"after": ()}),
+        (turn, "pull_2", {"reads": (Region("y", at=(1,), shards=((2,),)),)}),
         (scatter, "sum", {"after": ()}), (scatter, "push_1", {"after": ()}),
         (scatter, "push_1", {"reads": (Region("gradient", shards=((2,),)),)}),
     ]  # fmt: skip

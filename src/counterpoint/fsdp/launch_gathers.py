@@ -23,11 +23,16 @@ from counterpoint.runtime.workspace import Workspace
 class Gathers:
     """The gathers of one shard group.
 
+    Attributes:
+        kept: whether shards are published in memory of their own.
+
     Args:
         workspace: of the group.
         members: equal on all ranks, laid out.
         words: of its ranks.
     """
+
+    kept = True
 
     def __init__(
         self, workspace: Workspace, members: Sequence[Member], words: CpuWords | CudaWords
@@ -36,7 +41,7 @@ class Gathers:
         self.current = torch_parts.Current(workspace.device)
         self.on_gpu = workspace.device.type == "cuda"
         self.rank, self.ranks = workspace.rank, workspace.board.ranks
-        self.owners = peers_in_order(gather_plan(self.ranks), self.rank)
+        self.owners = peers_in_order(gather_plan(self.ranks, kept=self.kept), self.rank)
 
     def begin(self) -> None:
         """A forward of a root begins: shards may have changed since the last."""
@@ -233,6 +238,8 @@ class InTurn(Gathers):
     A rank writes its own shards where its own matmuls read them, and its peers read them there. The
     next group is published there once all peers have read. As torch's own, a gather is collective.
     """
+
+    kept = False
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)

@@ -273,8 +273,9 @@ class Overlapped:
         machine = None if why else knowledge_of(workspace).machine
         for member in members if machine else ():
             assert machine is not None
-            found = of[id(member.g)]
-            found.predicted = predicted(workspace.board.ranks, *member.sizes(), machine)
+            found, kept = of[id(member.g)], self._memory != "ring"
+            sizes = workspace.board.ranks, *member.sizes()
+            found.predicted = predicted(*sizes, machine, kept=kept)
             if found.predicted.slower:
                 found.why = f"predicted to be slower: {found.predicted}"
         members = [m for m in members if not of[id(m.g)].why]

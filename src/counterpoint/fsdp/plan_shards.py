@@ -52,9 +52,10 @@ def peers_in_order(plan: Plan, rank: int) -> tuple[int, ...]:
     return tuple(found[0] for found in peers if found)
 
 
-def gather_plan(ranks: int, numel: int = 1) -> Plan:
-    """The gather in place of so many elements of each rank."""
-    return gather_shards.in_place(Problem(GATHER, m=ranks, n=numel, ranks=ranks))
+def gather_plan(ranks: int, numel: int = 1, *, kept: bool = True) -> Plan:
+    """The gather in place of so many elements of each rank, from memory of their own or in turn."""
+    build = gather_shards.in_place if kept else gather_shards.in_turn
+    return build(Problem(GATHER, m=ranks, n=numel, ranks=ranks))
 
 
 def scatter_plan(ranks: int, numel: int = 1) -> Plan:
@@ -62,7 +63,9 @@ def scatter_plan(ranks: int, numel: int = 1) -> Plan:
     return scatter_shards.in_place(Problem(SCATTER, m=ranks, n=numel, ranks=ranks))
 
 
-def predicted(ranks: int, numel: int, trained: int, parameters: int, machine: Machine) -> Predicted:
+def predicted(
+    ranks: int, numel: int, trained: int, parameters: int, machine: Machine, *, kept: bool = True
+) -> Predicted:
     """What a group takes on a machine.
 
     Args:
@@ -71,9 +74,10 @@ def predicted(ranks: int, numel: int, trained: int, parameters: int, machine: Ma
         trained: of those that have gradients, and are scattered in place.
         parameters: copies of a batch.
         machine: whose constants are asked.
+        kept: whether shards are published in memory of their own.
     """
     more_s = COPY_S * (parameters - 1) * (ranks - 1)
-    gather = gather_plan(ranks, numel)
+    gather = gather_plan(ranks, numel, kept=kept)
     torchs = gather_shards.serial(gather.problem)
     gathers = predicted_s(gather, machine) + more_s, predicted_s(torchs, machine)
     if not trained:

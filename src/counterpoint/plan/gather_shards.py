@@ -5,14 +5,15 @@ of all parameters, where the matmuls read it. Each rank publishes its shard once
 every other from its owner, once that owner has published.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from counterpoint.plan.bind import Box
 from counterpoint.plan.names import COPY, OWN, SIGNAL, collective, in_one_lane
 from counterpoint.plan.operation import Operation
 from counterpoint.plan.peers import Order
 from counterpoint.plan.sizes import check_plain
-from counterpoint.plan.steps import Buffer, Plan, Region, Step
+from counterpoint.plan.steps import ME, Buffer, Peer, Plan, Region, Step
 from counterpoint.plan.values import Cell, Value
 from counterpoint.problem import Problem
 
@@ -35,24 +36,42 @@ def definition(p: Problem, rank: int) -> Iterator[tuple[Box, Value]]:
 
 def in_place(p: Problem) -> Plan:
     """One cast on an SM; then a copy from each owner to the place of its block."""
+    own = Step("own", "copy", "copy", (Region(PUBLISHED),), (Region(Y, shards=OWN),),
+               after=("publish",))  # fmt: skip
+    published = Buffer(PUBLISHED, (p.m, p.n), p.dtype, "symmetric", split=True, holds="own")
+    steps = (*_by_copies(p, lambda owner: Region(PUBLISHED, at=owner)), own)
+    return Plan(p, "in place", "", "ring", (*operands(p), published), (SIGNAL, COPY), steps)
+
+
+def in_turn(p: Problem) -> Plan:
+    """The same without memory to publish in: each owner casts to its block's place, and y is read
+    by peers.
+    """
+    master, y = operands(p)
+    shared = replace(y, space="symmetric")
+    steps = _by_copies(p, lambda owner: Region(Y, at=owner, shards=(owner,)))
+    return Plan(p, "in turn", "", "ring", (master, shared), (SIGNAL, COPY), steps)
+
+
+def _by_copies(p: Problem, published: Callable[[Peer], Region]) -> tuple[Step, ...]:
+    """A cast to where this rank's block is published, and a copy from each peer's.
+
+    Args:
+        published: where a rank at that distance publishes its block.
+    """
     order = Order("ring", p.ranks)
-    mine = Region(PUBLISHED)
     steps: list[Step] = [
         order.barrier("open", "signal", 0),
-        Step("publish", "signal", "move", (Region(MASTER),), (mine,), after=("open",),
+        Step("publish", "signal", "move", (Region(MASTER),), (published(ME),), after=("open",),
              posts=tuple(order.post(p.ranks + d, d) for d in order.distances)),
     ]  # fmt: skip
     for d in order.distances:
         owner = order.source(d)
-        theirs = Region(PUBLISHED, at=owner)
         steps.append(
-            Step(f"pull_{d}", "copy", "copy", (theirs,), (Region(Y, shards=(owner,)),),
+            Step(f"pull_{d}", "copy", "copy", (published(owner),), (Region(Y, shards=(owner,)),),
                  after=("open",), waits=(order.wait(p.ranks + d, d),))
         )  # fmt: skip
-    steps.append(Step("own", "copy", "copy", (mine,), (Region(Y, shards=OWN),), after=("publish",)))
-    published = Buffer(PUBLISHED, (p.m, p.n), p.dtype, "symmetric", split=True, holds="own")
-    buffers = (*operands(p), published)
-    return Plan(p, "in place", "", "ring", buffers, (SIGNAL, COPY), tuple(steps))
+    return tuple(steps)
 
 
 def serial(p: Problem) -> Plan:
