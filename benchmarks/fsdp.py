@@ -195,8 +195,8 @@ class Lab:
     def predicted(self) -> dict[str, float]:
         """Milliseconds of a step as it is, and of ours, before either has run; and of what."""
         alone, host = self._plain_ms(optimizes=False)
-        if self.case["adamw"]:  # over shards
-            alone += (self._plain_ms(optimizes=True)[0] - alone) / self.bench.ranks
+        if self.case["adamw"]:  # over shards, whose elements have twice the bytes
+            alone += (self._plain_ms(optimizes=True)[0] - alone) * 2 / self.bench.ranks
         alone, host = self.bench.most([alone, host])
         overlapped = cp.overlap(self.model, memory=self.case["memory"])
         try:

@@ -1,5 +1,7 @@
 """Gradients of the group that scatters last are pushed as soon as each is there, or together."""
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -149,6 +151,23 @@ def test_layers_that_come_in_another_order_each_time(rank: int, ranks: int):
             model(x, order).float().square().mean().backward()
             results.append(taken(model))
         assert same(*results)
+
+
+@on_ranks(2)
+def test_a_model_that_is_gone_leaves_no_memory(rank: int, ranks: int):
+    """No collector sees what the hooks of a tensor hold."""
+    model = made(Step(), mesh_of(ranks))
+    overlapped = cp.overlap(model, trial_steps=0)
+    for i in range(4):
+        gradients(model, batch(rank, i))
+    assert overlapped._groups.all[0].scatters.last is not None  # type: ignore[union-attr]
+    shard, gathered = (
+        weakref.ref(t) for t in (model[0].norm.weight, *overlapped._groups.members[0].buffers[:1])
+    )  # type: ignore[union-attr,index]
+    del model, overlapped
+    gc.collect()
+    assert shard() is None
+    assert gathered() is None
 
 
 @on_ranks(2)

@@ -1,7 +1,6 @@
 """What the ranks of one shard group share: gathers in place, scatters in place, and words."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 from counterpoint.fsdp import torch_parts
@@ -39,6 +38,7 @@ class Shards:
         self.why_not_wide = ""  # why gradients in fp32 are left to torch
         self._watched: Member | None = None  # the group whose gradients are pushed ahead
         self._unwatch: Callable[[], None] | None = None
+        self._ahead: Callable[[Member, int], None] | None = None
 
     def keep(self, members: Sequence[Member]) -> None:
         """Have these alone from now on; equal on all ranks."""
@@ -50,6 +50,7 @@ class Shards:
         Args:
             ahead: what to call for each gradient of the group that scatters last, with its place.
         """
+        self._ahead = ahead
         self.gathers.begin()
         if self.scatters is None:
             return
@@ -59,9 +60,12 @@ class Shards:
             self.unwatch()
             if last is not None:
                 self._watched = last
-                self._unwatch = torch_parts.watch_gradients(
-                    last.g, last.large(), partial(ahead, last)
-                )
+                self._unwatch = torch_parts.watch_gradients(last.g, last.large(), self)
+
+    def whole(self, i: int) -> None:
+        """A gradient of the group that scatters last is."""
+        if self._watched and self._ahead:
+            self._ahead(self._watched, i)
 
     def unwatch(self) -> None:
         """Push gradients ahead no more."""

@@ -82,8 +82,8 @@ class Overlapped:
         """What a step takes as it is and overlapped, before any has run. No collective call.
 
         Args:
-            computation_ms: of a step of this model on one GPU without FSDP2, with its optimizer's
-                over the number of ranks.
+            computation_ms: of a step of this model on one GPU without FSDP2, and of its optimizer
+                on one rank's shards.
             host_ms: of that, until the host has launched it. It matters where there are few tokens.
             machine: as `counterpoint.machine_of` takes it; None: of this process's GPU.
 

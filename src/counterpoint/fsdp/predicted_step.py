@@ -87,7 +87,7 @@ def predicted_step(
         groups: of the model.
         ranks: that share each.
         costs: of the machine.
-        computation_s: of a step on one GPU without FSDP2, the optimizer's over its shards.
+        computation_s: of a step on one GPU without FSDP2, and of the optimizer on its shards.
         host_s: of that, until the host has launched it.
     """
     torchs = [_torchs(g, ranks, costs) for g in groups]

@@ -8,7 +8,7 @@ group object, and takes them away again.
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import torch
 import torch.distributed as dist
@@ -392,17 +392,22 @@ def begin_reduce(g: Group) -> list[tuple[int, Tensor]]:
     return found
 
 
-def watch_gradients(g: Group, of: Sequence[int], call: Callable[[int], None]) -> Callable[[], None]:
-    """Call, with a parameter's place, when its gradient is whole; what ends that.
+def watch_gradients(g: Group, of: Sequence[int], watcher: Any) -> Callable[[], None]:
+    """Call `whole` of one, with a parameter's place, when its gradient is; what ends that.
 
     Args:
         g: has been gathered before.
         of: places of parameters.
-        call: is not traced.
+        watcher: is not held: no collector sees through the hooks of a tensor.
     """
+    held = ref(watcher)
 
     def watched(i: int) -> Any:
-        untraced: Any = torch._dynamo.disable(lambda _: call(i))  # pyright: ignore
+        def whole(_: Tensor) -> None:
+            if (alive := held()) is not None:
+                alive.whole(i)
+
+        untraced: Any = torch._dynamo.disable(whole)  # pyright: ignore
         return g.fsdp_params[i]._unsharded_param.register_post_accumulate_grad_hook(untraced)
 
     wanted = trains(g)
