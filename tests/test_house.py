@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 HOUSE = ROOT / "src" / "counterpoint"
 # lines of code of each folder, as they are: a change that needs more says why, and edits this table
 CODE = {
-    ".": 1607, "adapters": 2221, "choose": 557, "cli": 2134, "fsdp": 1877, "kernels": 2640,
+    ".": 1607, "adapters": 2221, "choose": 557, "cli": 2134, "fsdp": 1888, "kernels": 2640,
     "measure": 2012, "model": 667, "nn": 850, "ops": 6153, "plan": 5573, "resources": 1413,
     "runtime": 6355, "scale": 2598, "testing": 344,
 }  # fmt: skip
@@ -29,7 +29,7 @@ FILES = {"adapters": 22, "cli": 21, "kernels": 24, "ops": 49, "plan": 56, "runti
          "scale": 24}  # fmt: skip
 LONG = {
     "runtime/notice_board.py": 808, "ops/all_gather_matmul.py": 559,
-    "ops/call.py": 558, "fsdp/torch_parts.py": 607, "runtime/workspace.py": 495,
+    "ops/call.py": 558, "fsdp/torch_parts.py": 617, "runtime/workspace.py": 495,
     "runtime/ranks.py": 494, "nn/linear.py": 441, "measure/draw.py": 415,
 }  # fmt: skip
 # the first file of each circle, and how many it has

@@ -154,6 +154,43 @@ def test_layers_that_come_in_another_order_each_time(rank: int, ranks: int):
 
 
 @on_ranks(2)
+def test_hooks_that_write_gradients_as_no_version_tells(rank: int, ranks: int):
+    theirs, ours = pair(ranks)
+    for i in range(6):
+        if i == 3:
+            for layer in (theirs[0], ours[0]):  # type: ignore[index]
+
+                def write(*_: Any, layer: Any = layer) -> None:
+                    for p in (layer.up.weight, layer.down.weight):
+                        p.grad.data.mul_(2)
+
+                layer.norm.register_full_backward_hook(write)
+        assert same(gradients(theirs, batch(rank, i)), gradients(ours, batch(rank, i)))
+
+
+@pytest.mark.parametrize("gathered", [False, True])
+@on_ranks(2)
+def test_parameters_that_are_unfrozen(rank: int, ranks: int, gathered: bool):
+    """Of the group that scatters last, before its forward; of the root, while it is gathered."""
+    of, name = (4, "weight") if gathered else (0, "up.weight")
+
+    def make() -> nn.Module:
+        model = made(Step(), mesh_of(ranks))
+        model[of].get_parameter(name).requires_grad_(False)
+        return model
+
+    theirs, ours = pair(ranks, make)
+    for i in range(5):
+        if i == 2:
+            for model in (theirs, ours):
+                if gathered:
+                    with torch.no_grad():
+                        model(batch(rank, 9))
+                model.requires_grad_(True)
+        assert same(gradients(theirs, batch(rank, i)), gradients(ours, batch(rank, i)))
+
+
+@on_ranks(2)
 def test_a_model_that_is_gone_leaves_no_memory(rank: int, ranks: int):
     """No collector sees what the hooks of a tensor hold."""
     model = made(Step(), mesh_of(ranks))

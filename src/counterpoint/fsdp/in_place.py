@@ -128,7 +128,9 @@ class InPlace:
             self._gather(member, shards, streams[0])
 
     def _gather(self, member: Member, shards: Shards, stream: Any) -> None:
-        pending = torch_parts.Pending(shards.gather(member, stream, at_once=self._captured))
+        # what replays find has no stream of its own: none would wait for it
+        ended = shards.gather(member, stream, at_once=self._replayed)
+        pending = torch_parts.Pending(ended)
         # "ring" gathers as torch does, each time: what is kept was published once a forward
         member.lies = pending if shards.kept and not self._replayed else None
         member.read = None

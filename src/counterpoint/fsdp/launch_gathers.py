@@ -193,7 +193,8 @@ class Kept(Gathers):
             stream: of gathers.
             at_once: all on that stream.
         """
-        others = [m for m in dict.fromkeys([*self.seen, *self.order]) if m is not first]
+        known = dict.fromkeys([*self.seen, *self.order])
+        others = [m for m in known if m is not first and m in self.members]
         self.order, self.seen = [first, *others], []
         self._meet(stream, at_once=at_once)
         if at_once:

@@ -25,7 +25,9 @@ def overlap(
         model: `fully_shard` has been called on it, or on modules of it.
         slots: gathered groups that have memory at a time, of those that are resharded.
         gather: gather in place.
-        scatter: scatter gradients in place, of groups that are gathered so.
+        scatter: scatter gradients in place, of groups that are gathered so. A gradient may be on
+            its way once it is whole: whoever writes it behind that, in the midst of a backward and
+            in no hook of a module, does so in place, not by `.data`.
         trial_steps: optimizer steps to try at least, 64 at most; 0: none, overlap at once.
         memory: "kept": each step publishes all shards once, in two bytes a parameter over the
             ranks. Between a forward and its backward it notices optimizers' steps and writes in

@@ -334,8 +334,13 @@ def gathers_by_torch(g: Group) -> bool:
 
 
 def trains(g: Group) -> list[bool]:
-    """Which parameters have gradients now."""
-    return [p.sharded_param.requires_grad for p in g.fsdp_params]
+    """Which parameters have gradients now; a user may have unfrozen those that are gathered."""
+    whole = (p.__dict__.get("_unsharded_param") for p in g.fsdp_params)
+    return [
+        p.sharded_param.requires_grad
+        or (param is not None and (param.requires_grad or param.grad is not None))
+        for p, param in zip(g.fsdp_params, whole, strict=True)
+    ]
 
 
 def is_set_up(state: Any) -> bool:
@@ -410,14 +415,19 @@ def watch_gradients(g: Group, of: Sequence[int], watcher: Any) -> Callable[[], N
         untraced: Any = torch._dynamo.disable(whole)  # pyright: ignore
         return g.fsdp_params[i]._unsharded_param.register_post_accumulate_grad_hook(untraced)
 
-    wanted = trains(g)
-    handles = [watched(i) for i in of if wanted[i]]
+    handles = [watched(i) for i in of if g.fsdp_params[i]._unsharded_param.requires_grad]
 
     def unwatch() -> None:
         for handle in handles:
             handle.remove()
 
     return unwatch
+
+
+def has_backward_hooks(g: Group) -> bool:
+    """Whether modules have hooks that could change gradients in the midst of a backward."""
+    found = (module for of in g.modules for module in of.modules())
+    return any(module._backward_hooks or module._backward_pre_hooks for module in found)
 
 
 def new_gradient(g: Group, i: int) -> Tensor | None:
@@ -427,7 +437,7 @@ def new_gradient(g: Group, i: int) -> Tensor | None:
     """
     p = g.fsdp_params[i]
     grad = p._unsharded_param.grad
-    plain = type(grad) is Tensor and grad.is_contiguous()
+    plain = type(grad) is Tensor and grad.is_contiguous() and not grad.is_inference()
     return grad if plain and p.unsharded_accumulated_grad is None else None
 
 
