@@ -57,11 +57,38 @@ def test_bits_are_torchs(rank: int, world_size: int, name: str, memory: str):
 
 @pytest.mark.parametrize("name", ["mixed", "uneven rows", "accumulated, all reduced"])
 @on_ranks(4)
-def test_sums_of_4_ranks_are_as_near_to_fp64_as_torchs(rank: int, world_size: int, name: str):
+def test_training_on_4_ranks_goes_as_torchs(rank: int, world_size: int, name: str):
     """Sums of four numbers in fp32 are rounded by their order, which is torch's or the ranks'."""
     want, got, _ = both(STEPS[name], rank, world_size)
     for a, b in zip(want, got, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+@on_ranks(4)
+def test_sums_of_4_ranks_are_as_near_to_fp64_as_torchs(rank: int, ranks: int):
+    """Against the sum in fp64 of what each rank's own model gives, in bf16, without FSDP2."""
+    mesh, x = mesh_of(ranks), batch(rank, 0)
+    whole = nn.Sequential(*(Block(96) for _ in range(4)), nn.Linear(DIM, DIM), nn.Tanh())
+    for a, b in zip(whole.parameters(), made(Step(), mesh).parameters(), strict=True):
+        a.data = b.full_tensor().to(torch.bfloat16)  # type: ignore[operator]
+    whole(x.to(torch.bfloat16)).float().square().mean().backward()
+    errors: list[float] = []
+    for ours in (False, True):
+        model = made(Step(), mesh)
+        if ours:
+            cp.overlap(model, trial_steps=0)
+        model(x).float().square().mean().backward()
+        squares = 0.0
+        for p, own in zip(model.parameters(), whole.parameters(), strict=True):
+            assert own.grad is not None
+            exact = own.grad.double()
+            dist.all_reduce(exact)
+            found = p.grad.full_tensor().double()  # type: ignore[union-attr]
+            squares += (found - exact / ranks).square().sum().item()
+        errors.append(squares**0.5)
+    torchs, mine = errors
+    assert mine <= 1.02 * torchs
+    assert torchs < 1e-6
 
 
 @on_ranks(2)
