@@ -54,18 +54,18 @@ interrupts: $(VENV)/.ready-dev  ## CPU ranks that leave a call at some line, by 
 
 islands: $(VENV)/.ready-dev  ## ranks on several islands, in network namespaces: bytes, times, 60 faults; 25 minutes, then docs/islands.md (ARGS="--trials 6")
 	@PYTHONPATH=src:. $(VENV)/bin/python -m benchmarks.islands $(ARGS)
-	@PYTHONPATH=src:. $(VENV)/bin/python -m benchmarks.tables
+	@PYTHONPATH=src:. $(VENV)/bin/python -m benchmarks.readme
 
 gpu:  ## tests and short tables on the GPUs here, with the python3 at hand (SUITE=decode for one in full; OUT=folder)
 	PYTHONPATH=src:. python3 -m benchmarks.gpu_suite --suite $(SUITE) --out $(OUT)
 
 readme: $(VENV)/.ready-run  ## tables and pictures of README.md and docs/results, from the committed measurements
-	@PYTHONPATH=src:. $(VENV)/bin/python -m benchmarks.tables
+	@PYTHONPATH=src:. $(VENV)/bin/python -m benchmarks.readme
 
 support: $(VENV)/.ready-dev  ## docs/support.md, from tests that pass and say what they show, 4 minutes; rows of GPUs are those of make gpu
 	@rm -f benchmarks/results/support-cpu.jsonl
 	@$(VENV)/bin/python -m pytest -q -n auto --dist worksteal -m shows --all-cases -p benchmarks.support --rows benchmarks/results/support-cpu.jsonl
-	@PYTHONPATH=src:. $(VENV)/bin/python -m benchmarks.tables
+	@PYTHONPATH=src:. $(VENV)/bin/python -m benchmarks.readme
 
 torches:  ## FSDP2 of each torch: tests/fsdp under 2.11 to 2.14, an environment for each; 5 GiB a version (TORCHES="2.14.1")
 	@set -e; for version in $(TORCHES); do \
