@@ -34,6 +34,7 @@ from benchmarks import (
 )
 from benchmarks.declare import Benchmark, Section
 from benchmarks.options import NAMES
+from benchmarks.readme import commands, replace, variables, write
 from benchmarks.rows import Row, gpus_of, kind_of, one_form, results, rows_of, taken
 from benchmarks.runner import declared
 from benchmarks.tables import (
@@ -41,17 +42,13 @@ from benchmarks.tables import (
     arm,
     both_modes,
     by_machine,
-    commands,
     grid,
     measured,
     of_most,
-    replace,
     sizes,
     source,
     table,
     torch_note,
-    variables,
-    write,
 )
 from counterpoint.errors import InputError
 from counterpoint.machine_of import shipped
