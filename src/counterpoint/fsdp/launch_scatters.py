@@ -3,8 +3,8 @@
 They are pushed from where autograd wrote them into the inbox of their owner, who sums them in fp32
 in rank order. A push waits until the sum of the push before has been made.
 
-Nothing hides the group that scatters last in a backward. Its gradients are pushed one by one, each
-as soon as it is there; whether a rank does so is its own business, since words are the same.
+Nothing hides the group that scatters last in a backward. Its large gradients are pushed one by one,
+each as soon as it is there; whether a rank does so is its own business, since words are the same.
 """
 
 from collections.abc import Hashable, Sequence
@@ -82,9 +82,7 @@ class Scatters:
         self._brought: dict[int, Tensor] = {}  # masks in device memory
         self._order: list[int] = []  # groups as they scatter, since the last forward began
         self.last: Member | None = None  # of those before, the last whose pushes ahead are of use
-        self._early: set[int] = (
-            set()
-        )  # groups that others follow once gradients of theirs are there
+        self._early = set[int]()  # groups that others follow once gradients of theirs are there
 
     def _make(self, part_bytes: int) -> None:
         """Memory for a part from each rank. A collective call."""
@@ -188,12 +186,8 @@ class Scatters:
             return
         starts = [t.data_ptr() for _, t in grads]
         starts += [self._mask(mask).data_ptr()] if mask else []
-        of = (
-            member.index,
-            mask,
-            sum(1 << i for i, _ in grads),
-            grads[0][1].itemsize if grads else 0,
-        )
+        item = grads[0][1].itemsize if grads else 0
+        of = member.index, mask, sum(1 << i for i, _ in grads), item
         for r in self.receivers:
             pushes = self._pushes.get((r, *of))
             if pushes is None:
