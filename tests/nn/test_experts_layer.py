@@ -3,6 +3,7 @@
 import copy
 import re
 import warnings
+from collections.abc import Callable
 from math import prod
 from typing import Any
 
@@ -17,7 +18,8 @@ from torch import Tensor
 
 import counterpoint as cp
 import counterpoint.nn as cnn
-import counterpoint.nn.experts as nn_experts
+import counterpoint.nn.expert_ways as expert_ways
+from counterpoint.ops import expert_layer
 
 FEATURES, HIDDEN, EXPERTS, TOP_K, TOKENS, STEPS = 10, 6, 12, 3, 7, 3
 
@@ -55,17 +57,22 @@ def test_results_and_gradients(
     found, calls = list[str](), list[int]()
     cases = [(kind, k, True) for kind in KINDS for k in (1, TOP_K)]
     cases += [("drawn", k, False) for k in (1, TOP_K, EXPERTS)]
-    exchange, (tokens, *inner) = nn_experts.exchange_routes, shape
+    (tokens, *inner), forward = shape, expert_layer.ExpertLayer.forward
+    exchange = expert_ways.exchange_routes
     plan = plan.split()[0] if known == "device" else plan  # whose plans are without sizes
     routed = (islands > 1 and plan != "serial") or plan.startswith("routed")
 
-    def counted(*args: Any, **more: Any) -> cp.Routes:
-        calls.append(1)
-        return exchange(*args, **more)
+    def counted(call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **more: Any) -> Any:
+            calls.append(1)
+            return call(*args, **more)
+
+        return run
 
     with (on_islands(rank, ranks // islands), by_torch(known),
           pytest.MonkeyPatch.context() as patch):  # fmt: skip
-        patch.setattr(nn_experts, "exchange_routes", counted)
+        patch.setattr(expert_ways, "exchange_routes", counted(exchange))
+        patch.setattr(expert_layer.ExpertLayer, "forward", counted(forward))
         room = None if known == "host" else ranks * prod(shape) * EXPERTS
         layer, plain = pair(FEATURES, HIDDEN, EXPERTS, dtype=dtype, max_rows=room, plan=plan)
         # a rank without tokens, where all may have other numbers

@@ -20,8 +20,7 @@ from torch import Tensor
 
 import counterpoint as cp
 import counterpoint.nn as cnn
-import counterpoint.nn.experts as nn_experts
-from counterpoint.ops import room_for_rows
+from counterpoint.ops import exchange_routes, room_for_rows
 from counterpoint.runtime.workspace import workspace_of
 
 FEATURES, HIDDEN, LOCAL, TOP = 16, 8, 3, 2
@@ -35,14 +34,14 @@ wrong_mlp = partial(wrong_in, norm=float("inf"))
 def rooms() -> Iterator[list[int | None]]:
     """What calls of layers exchange routes with, as max_rows."""
     found: list[int | None] = []
-    exchange = nn_experts.exchange_routes
+    exchange = exchange_routes.on_device
 
-    def counted(*args: Any, **more: Any) -> cp.Routes:
-        found.append(more["max_rows"])
-        return exchange(*args, **more)
+    def counted(workspace: Any, experts: Any, weights: Any, room: Any, asks: str) -> Any:
+        found.append(room.max_rows)
+        return exchange(workspace, experts, weights, room, asks)
 
     with pytest.MonkeyPatch.context() as patch, by_reference():
-        patch.setattr(nn_experts, "exchange_routes", counted)
+        patch.setattr(exchange_routes, "on_device", counted)
         yield found
 
 

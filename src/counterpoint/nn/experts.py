@@ -12,14 +12,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from counterpoint.errors import InputError
+from counterpoint.nn.expert_ways import Experts, through
 from counterpoint.nn.grouped import Grouped, no_view
-from counterpoint.ops import agreement, experts_check
-from counterpoint.ops.activations import swiglu
-from counterpoint.ops.all_to_all_matmul import all_to_all_matmul
+from counterpoint.ops import agreement, batch_invariant, call
 from counterpoint.ops.check import (
     check_dense,
     check_group,
@@ -28,41 +26,14 @@ from counterpoint.ops.check import (
     check_plan,
     is_fake,
 )
-from counterpoint.ops.exchange_counts import exchange_counts
-from counterpoint.ops.exchange_routes import check_capacity, exchange_routes, num_islands
-from counterpoint.ops.experts import one_kernel
-from counterpoint.ops.matmul_all_to_all import matmul_all_to_all
-from counterpoint.ops.plans import family_of, plan_key
-from counterpoint.ops.room_for_rows import Layer, Room, room_for
-from counterpoint.ops.router import choose_experts, order_by_expert
-from counterpoint.ops.token_sums import sum_of_tokens
+from counterpoint.ops.exchange_routes import check_capacity
+from counterpoint.ops.expert_layer import Route
+from counterpoint.ops.room_for_rows import Layer
 from counterpoint.plan import invariant
 from counterpoint.ranges import instance, whole
-from counterpoint.runtime.device_limits import refused_in
-from counterpoint.runtime.routes import NONE
 from counterpoint.runtime.workspace import workspace_of
 
-
-class _Spread(torch.autograd.Function):
-    """A row for each expert of a token; its gradient is their sum in fp32, in order of the experts.
-
-    That of torch's index_select adds with atomics, in the dtype of x and in any order.
-    """
-
-    @staticmethod
-    def forward(x: Tensor, token: Tensor, places: Tensor) -> Tensor:
-        return x.index_select(0, token)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        _, _, places = inputs
-        ctx.save_for_backward(places)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (places,) = ctx.saved_tensors
-        (drows,) = grads
-        return sum_of_tokens(drows, places), None, None
+MOST_KNOWN = 4096  # calls that a layer has checked
 
 
 class ExpertParallelMLP(Grouped):
@@ -133,6 +104,7 @@ class ExpertParallelMLP(Grouped):
         self.max_rows = None if max_rows is None else whole(name, "max_rows", max_rows, 1)
         self.plan = plan
         self._fits: dict[tuple[Layer, int], bool] = {}  # see room_for_rows.py
+        self._known: set[tuple[object, ...]] = set()  # calls that were checked
         check_layer(name, dtype, device)
         check_plan(name, plan, "all_to_all_matmul")
         if isinstance(plan, str) and invariant.says(plan):
@@ -201,117 +173,42 @@ class ExpertParallelMLP(Grouped):
             InputError: an argument does not fit; nothing was launched.
             PeerTimeoutError: a rank did not come.
         """
+        route = Route(logits, experts, weights, renormalize)
+        key = self._key(x, route, top_k)
         try:
-            top_k = self._check_given(x, experts, weights, logits, top_k, renormalize)
+            if key is None or key not in self._known:
+                top_k = self._check_given(x, route, top_k)
         except InputError as error:  # hosts of peers may wait for this one
             raise agreement.refused(error, self.group, x) from None
         try:
-            if logits is not None:
-                logits = logits.reshape(-1, self.num_experts)
-                weights, experts = choose_experts(logits, top_k, renormalize)
-            assert experts is not None and weights is not None
-            if logits is None:
+            if experts is not None:
                 self._check_ids(experts)
-            return no_view(self._through(x, experts, weights))
+                top_k = experts.shape[-1]
+            assert top_k is not None
+            of = Experts(self.features, self.hidden, self.num_experts, top_k, self.group,
+                         self.max_rows, self.capacity, self.plan, self._fits)  # fmt: skip
+            y, self.dropped = through(of, x, route, (self.gate_up, self.down), key in self._known)
         except BaseException as error:
             agreement.left(self._get_name(), error, self.group, x)
             raise
+        if key is not None and len(self._known) < MOST_KNOWN:
+            self._known.add(key)
+        return no_view(y)
 
-    def _through(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-        top_k, tokens = experts.shape[-1], x.reshape(-1, x.shape[-1])
-        experts, weights = experts.reshape(-1, top_k), weights.reshape(-1, top_k)
-        room = self._room(tokens, top_k)
-        if room is not None:
-            return self._with_room(tokens, experts, weights, room).view(x.shape)
-        if self._by_routes(x):
-            return self._routed(tokens, experts, weights, self.max_rows).view(x.shape)
-        if self.max_rows is None and x.is_cuda and torch.cuda.is_current_stream_capturing():
-            want, got = "given in a CUDA graph where the host has to know counts", None
-            raise InputError(self._get_name(), "max_rows", want=want, got=got)
-        own, places, token = order_by_expert(experts, self.num_experts)
-        counts = exchange_counts(own, group=self.group)
-        if self.max_rows is None:
-            counts = counts.cpu()
-        rows: Tensor = _Spread.apply(tokens, token, places)  # type: ignore[assignment]
-        gate_up = all_to_all_matmul(
-            rows, self.gate_up.transpose(1, 2), counts=counts, group=self.group,
-            max_rows=self.max_rows, plan=self.plan,
-        )  # fmt: skip
-        hidden = swiglu(gate_up, counts, self.group.rank())
-        y = matmul_all_to_all(
-            hidden, self.down.transpose(1, 2), counts=counts, group=self.group,
-            max_rows=None if experts_check.host_known(counts) else len(rows), plan=self.plan,
-            sum_of=(places, weights),
-        )  # fmt: skip
-        return y.view(x.shape)
-
-    def _by_routes(self, x: Tensor) -> bool:
-        """Whether a token goes itself, by routes: asked for, or where there are several islands."""
-        family = family_of(plan_key("all_to_all_matmul", self.plan))
-        if self.group.size() == 1:
-            return False
-        if self.capacity == "drop":
-            return True
-        if family not in ("auto", "islands"):
-            return family == "routed"
-        traced = not torch.compiler.is_compiling() and is_fake(x)
-        return not traced and num_islands(self.group.group_name, str(x.device)) > 1
-
-    def _room(self, tokens: Tensor, top_k: int) -> Room | None:
-        """Room for all rows of a call that does not wait; None where another way is to be gone.
-
-        That is where `max_rows` is given, a plan is named that the host lays out, or no one kernel
-        takes the call; where memory is short; and in a compiled graph, whose sizes are its own.
-        """
-        if self.max_rows is not None or torch.compiler.is_compiling() or is_fake(tokens):
+    def _key(self, x: Tensor, route: Route, top_k: int | None) -> tuple[object, ...] | None:
+        """What a call that nothing watches is known by; None: it goes by the operators."""
+        tensors = x, *route[:3], self.gate_up, self.down
+        key = call.key_of(self._get_name(), tensors, self.group, self.plan, None, 0, whole=True)
+        if key is None or batch_invariant.depth:
             return None
-        plan = plan_key("all_to_all_matmul", self.plan)
-        if plan not in ("auto", "fused", "routed") or self.group.size() == 1:
-            return None
-        device, dtype = tokens.device, tokens.dtype
-        workspace = workspace_of(self.group, device)
-        if torch.is_autocast_enabled(device.type):
-            dtype = torch.get_autocast_dtype(device.type)
-        ranks = self.group.size()
-        local = self.num_experts // ranks
-        sizes = {"all_to_all_matmul": (2 * self.hidden, self.features),
-                 "matmul_all_to_all": (self.features, self.hidden)}  # fmt: skip
-        if not all(one_kernel(op, "auto", dtype, *nk, local, ranks) for op, nk in sizes.items()):
-            return None
-        if workspace.islands.number > 1 or refused_in(workspace):
-            return None
-        layer = Layer(self.features, self.hidden, self.num_experts, top_k, dtype)
-        return room_for(layer, len(tokens), self.group, device, self._fits)
+        device = x.device.type
+        cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        options = top_k, route.renormalize, self.max_rows, self.capacity, cast
+        return *key, *options, torch.is_grad_enabled()
 
-    def _with_room(self, tokens: Tensor, experts: Tensor, weights: Tensor, room: Room) -> Tensor:
-        """Who has fewer tokens than others has some of no expert behind them."""
-        behind = (0, 0, 0, room.tokens - len(tokens))
-        if behind[-1]:
-            every, experts = F.pad(tokens, behind), F.pad(experts, behind, value=NONE)
-            return self._routed(every, experts, F.pad(weights, behind), room.rows)[: len(tokens)]
-        return self._routed(tokens, experts, weights, room.rows)
-
-    def _routed(
-        self, tokens: Tensor, experts: Tensor, weights: Tensor, max_rows: int | None
-    ) -> Tensor:  # fmt: skip
-        every, group = self.num_experts, self.group
-        routes = exchange_routes(
-            experts, weights, num_experts=every, group=group, max_rows=max_rows,
-            capacity=self.capacity,
-        )  # fmt: skip
-        self.dropped = routes.dropped
-        plan = self.plan if max_rows is None or self.plan in ("fused", "serial") else "auto"
-        gate_up = all_to_all_matmul(
-            tokens, self.gate_up.transpose(1, 2), counts=routes, group=group, plan=plan
-        )
-        hidden, down = swiglu(gate_up, routes.counts, group.rank()), self.down.transpose(1, 2)
-        return matmul_all_to_all(hidden, down, counts=routes, group=group, plan=plan)
-
-    def _check_given(
-        self, x: Tensor, experts: Tensor | None, weights: Tensor | None, logits: Tensor | None,
-        top_k: int | None, renormalize: bool,
-    ) -> int:  # fmt: skip
+    def _check_given(self, x: Tensor, route: Route, top_k: int | None) -> int:
         """Refuse what does not fit; how many experts a token has where logits say which."""
+        logits, experts, weights, renormalize = route
         if logits is None:
             if top_k is not None or not renormalize:
                 want, got = "given with top_k and renormalize", "none"

@@ -16,6 +16,7 @@ from counterpoint.problem import GATED, Activation
 from counterpoint.runtime import activated
 from counterpoint.runtime.launch import aligned
 
+SWIGLU = f"silu{GATED}"
 NAMES = tuple(name for name in get_args(Activation) if name)
 
 
@@ -69,21 +70,23 @@ def swiglu(gate_up: Tensor, counts: Tensor | None, rank: int) -> Tensor:
     """
     if counts is not None and counts.device != gate_up.device:  # the host has sized gate_up by it
         counts = None
-    return torch.ops.counterpoint.activated(gate_up, None, f"silu{GATED}", counts, rank)
+    return torch.ops.counterpoint.activated(gate_up, None, SWIGLU, counts, rank)
 
 
-def _run(
+def activated_by(
     h: Tensor, up: Tensor | None, activation: str, counts: Tensor | None, rank: int
 ) -> Tensor:  # fmt: skip
+    """Activated products, without torch's dispatcher: see `swiglu`."""
     y = _fake(h, up, activation, counts, rank)
     h, up, counts = (_placed(t) for t in (h, up, counts))
     activated.into(activation, h, up, y, counts, rank)
     return y
 
 
-def _run_gradient(
+def gradients_by(
     dy: Tensor, h: Tensor, up: Tensor | None, activation: str, counts: Tensor | None, rank: int
 ) -> list[Tensor]:
+    """Those of `activated_by`, of h and of up if there is one."""
     grads = _fake_gradient(dy, h, up, activation, counts, rank)
     dy, h, up, counts = (_placed(t) for t in (dy, h, up, counts))
     activated.gradients_into(activation, dy, h, up, grads, counts, rank)
@@ -122,5 +125,5 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     return dh, dup[0] if dup else None, None, None, None
 
 
-register("activated", _run, _fake, _backward, _save)
-register("activated_gradient", _run_gradient, _fake_gradient, refuse_double_matmul)
+register("activated", activated_by, _fake, _backward, _save)
+register("activated_gradient", gradients_by, _fake_gradient, refuse_double_matmul)

@@ -115,9 +115,38 @@ def tell(
     Raises:
         InputError, PeerTimeoutError: see `agree`.
     """
+    return _alike(meet(op, (_shown(here, workspace), refused, value), workspace, here))
+
+
+def tell_number(op: str, here: Facts, workspace: Workspace, number: int) -> list[int]:
+    """As `tell`; but where ranks have agreed on these facts before, each writes one word.
+
+    Args:
+        number: 0 to 2**63 - 1.
+    """
+    key, board = tuple(here.values()), workspace.board
+    if key in workspace.agreed and board.shared and not checking():
+        found = board.numbers(workspace.agreed[key], here, number, _meeting(op))
+        if found is not None:
+            return found
+        return _alike(workspace.gather((_shown(here, workspace), None, number), _meeting(op)))
+    found = tell(op, here, workspace, number)
+    workspace.agreed[key] = digest_of(here)
+    return found
+
+
+def _meeting(op: str) -> Awaited:
+    return Awaited(op, "come to compare its arguments", COMPARE)
+
+
+def _shown(here: Facts, workspace: Workspace) -> Facts:
+    """The facts, and in a backward whose it is."""
     forward = workspace.board.forward >> 1
-    shown = here | ({"backward": f"of call {forward}"} if forward else {})
-    answers = meet(op, (shown, refused, value), workspace, here)
+    return here | ({"backward": f"of call {forward}"} if forward else {})
+
+
+def _alike(answers: list[tuple[Facts, CounterpointError | None, T]]) -> list[T]:
+    """What ranks say of a call, where their facts are equal and none has refused it."""
     everyone = [facts for facts, *_ in answers]
     # in the words of rank 0: all ranks say the same
     for name in dict.fromkeys(name for facts in everyone for name in facts):
@@ -139,11 +168,6 @@ def tell(
     return [told for *_, told in answers]
 
 
-def captures(device: torch.device) -> bool:
-    """Whether a graph is being captured there: ranks cannot talk then, nor the host read."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
 def meet(op: str, here: T, workspace: Workspace, facts: Facts) -> list[T]:
     """What all ranks say of a call: no rank returns before each has come to it.
 
@@ -156,7 +180,12 @@ def meet(op: str, here: T, workspace: Workspace, facts: Facts) -> list[T]:
         InputError: a rank has called something that ranks had compared before, or refused to call.
     """
     workspace.board.note_new(digest_of(facts), facts)
-    return workspace.gather(here, Awaited(op, "come to compare its arguments", COMPARE))
+    return workspace.gather(here, _meeting(op))
+
+
+def captures(device: torch.device) -> bool:
+    """Whether a graph is being captured there: ranks cannot talk then, nor the host read."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def refused(

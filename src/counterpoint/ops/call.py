@@ -234,7 +234,7 @@ def present(tensors: Tensors) -> tuple[Tensor, ...]:
 
 def key_of(
     op: str, tensors: Tensors, group: dist.ProcessGroup, plan: object,
-    rows: object, dim: object, counted: bool = False,
+    rows: object, dim: object, counted: bool = False, whole: bool = False,
 ) -> tuple[object, ...] | None:  # fmt: skip
     """What a call that nothing watches is remembered by; None: it goes through the dispatcher.
 
@@ -243,9 +243,12 @@ def key_of(
 
     Args:
         counted: how many rows the first tensor has is nothing to remember.
+        whole: of a layer, which sees to autocast and to gradients itself.
     """
     # a compiler first: it traces what follows
-    if torch.compiler.is_compiling() or num_dispatch_modes() or _any_autocast() or transformed():
+    if torch.compiler.is_compiling() or num_dispatch_modes() or transformed():
+        return None
+    if not whole and _any_autocast():
         return None
     if forward_ad._current_level >= 0:  # pyright: ignore[reportPrivateUsage]
         return None
@@ -265,8 +268,12 @@ def key_of(
                 key.append(None)
                 continue
             kind = type(t)
-            if (kind is not Tensor and kind is not Parameter) or (grad and t.requires_grad):
+            if kind is not Tensor and kind is not Parameter:
                 return None
+            if grad and t.requires_grad:
+                if not whole:
+                    return None
+                key.append(grad)
             if t.is_neg():  # its numbers are not those in memory: the dispatcher makes them so
                 return None
             key += (t.shape, t.stride(), t.dtype, t.device)
@@ -350,6 +357,13 @@ def ran(
         if key is not None:
             known.workspace.know(key, ready)
         return ready(tensors, given.room)
+
+
+def known_call(
+    operator: Operator, tensors: Tensors, plan: str, rows: Sequence[int], group: dist.ProcessGroup
+) -> Ready | None:
+    """A call like one that has been prepared; no rank meets another for it."""
+    return _known(operator, tensors, in_force(plan), rows, group).ready
 
 
 class _Found(NamedTuple):

@@ -19,6 +19,7 @@ from counterpoint.ranges import whole
 from counterpoint.runtime import device_routes
 from counterpoint.runtime.counted import rows_by_rank
 from counterpoint.runtime.find_routes import ends_of, find_routes, weights_back
+from counterpoint.runtime.notice_board import Facts
 from counterpoint.runtime.ranks import group_of
 from counterpoint.runtime.routes import Routes as Found
 from counterpoint.runtime.routes import blocks_in
@@ -194,23 +195,54 @@ def _run(
         want, got = "of a call that waits for the host", "a CUDA graph in capture, which cannot"
         raise InputError(OP, "experts", want=want, got=got)
     workspace = workspace_of(group_of(group_name), experts.device)
-    facts = {"op": OP, "num_experts": str(num_experts), "top_k": str(experts.shape[1])}
-    facts |= {"max_rows": str(max_rows), "requires_grad": asks or "nothing"}
     if max_rows is not None:
-        facts |= {"tokens": str(experts.shape[0]), "capacity": "drop" if drops else "error"}
-        sizes = device_routes.sizes_of(workspace, experts, max_rows)
-        device_routes.by_kernels(sizes, num_experts, experts.dtype, experts.device)
+        room = Room(num_experts, max_rows, drops)
+        found, dropped = on_device(workspace, experts, weights, room, asks)
+        return found.weights, found.counts, found.firsts, found.lists, dropped
+    facts = _facts(experts.shape[1], num_experts, None, asks)
     with workspace.board.whole():
         note(facts, workspace)
-        if max_rows is None:
-            known = find_routes(workspace, experts, weights, num_experts)
-            return *known, experts.new_empty(0, dtype=torch.int64)
-        found, dropped = device_routes.find(
-            workspace, experts, weights, num_experts, max_rows, drops
-        )  # fmt: skip
+        known = find_routes(workspace, experts, weights, num_experts)
+    return *known, experts.new_empty(0, dtype=torch.int64)
+
+
+def _facts(top_k: int, num_experts: int, max_rows: int | None, asks: str) -> Facts:
+    facts = {"op": OP, "num_experts": str(num_experts), "top_k": str(top_k)}
+    return facts | {"max_rows": str(max_rows), "requires_grad": asks or "nothing"}
+
+
+class Room(NamedTuple):
+    """What routes that the device alone knows have room for."""
+
+    num_experts: int  # of all ranks
+    max_rows: int
+    drops: bool  # what is too much; else it is an error
+
+
+def on_device(
+    workspace: Workspace, experts: Tensor, weights: Tensor, room: Room, asks: str
+) -> tuple[device_routes.Found, Tensor]:
+    """Routes that no host reads, and the rows that each rank has dropped, empty where none may be.
+
+    Args:
+        experts: int32 or int64 [tokens, top_k].
+        weights: fp32 of that shape.
+        asks: see `asked_of`.
+
+    Raises:
+        InputError: on CPU ranks, experts are none, or rows are more than there is room for.
+    """
+    num_experts, max_rows, drops = room
+    facts = _facts(experts.shape[1], num_experts, max_rows, asks)
+    facts |= {"tokens": str(experts.shape[0]), "capacity": "drop" if drops else "error"}
+    sizes = device_routes.sizes_of(workspace, experts, max_rows)
+    device_routes.by_kernels(sizes, num_experts, experts.dtype, experts.device)
+    with workspace.board.whole():
+        note(facts, workspace)
+        found = device_routes.find(workspace, experts, weights, num_experts, max_rows, drops)
         if experts.is_cpu or checking():
-            _look(experts, found.counts, num_experts, max_rows, workspace)
-    return found.weights, found.counts, found.firsts, found.lists, dropped
+            _look(experts, found[0].counts, num_experts, max_rows, workspace)
+    return found
 
 
 def _look(
@@ -275,13 +307,21 @@ def _run_back(
     group_name: str, group_size: int,
 ) -> Tensor:  # fmt: skip
     workspace = workspace_of(group_of(group_name), each.device)
+    if on_device:
+        sizes = device_routes.Sizes(tokens, top, group_size, len(each), workspace.islands.number)
+        return back_on_device(workspace, lists, each, sizes)
     with workspace.board.whole():
         workspace.board.note_op(f"{OP} backward")
-        if on_device:
-            rows, islands = len(each), workspace.islands.number
-            sizes = device_routes.Sizes(tokens, top, group_size, rows, islands)
-            return device_routes.weights_back(workspace, lists, each, sizes)
         return weights_back(workspace, Found(blocks_in(numbers), lists), each)
+
+
+def back_on_device(
+    workspace: Workspace, lists: Tensor, each: Tensor, sizes: device_routes.Sizes
+) -> Tensor:
+    """Gradients of the weights of rows by expert, fp32 [max_rows], as those of tokens."""
+    with workspace.board.whole():
+        workspace.board.note_op(f"{OP} backward")
+        return device_routes.weights_back(workspace, lists, each, sizes)
 
 
 def _fake_back(

@@ -27,10 +27,14 @@ def weight_gradient(
 def _run(
     x: Tensor, dy: Tensor, counts: Tensor, transposed: bool, group_name: str, group_size: int
 ) -> Tensor:
-    """dw[e] = x[rows of e]^T dy[rows of e], [E_local, K, N], zero where there are none."""
-    if transposed:
-        return _run(dy, x, counts, False, group_name, group_size).transpose(1, 2)
     rank = dist.get_rank(group_of(group_name))
+    if transposed:
+        return gradient_of(dy, x, counts, rank, group_size).transpose(1, 2)
+    return gradient_of(x, dy, counts, rank, group_size)
+
+
+def gradient_of(x: Tensor, dy: Tensor, counts: Tensor, rank: int, group_size: int) -> Tensor:
+    """dw[e] = x[rows of e]^T dy[rows of e], [E_local, K, N], zero where there are none."""
     experts = counts.view(group_size, group_size, -1)[:, rank].sum(0)
     dw = counted.weight_gradient(x, dy, experts)
     if dw is not None:

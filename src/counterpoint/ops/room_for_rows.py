@@ -6,12 +6,13 @@ as the longest, and somewhat longer, so that calls of other lengths find plans t
 """
 
 import os
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from counterpoint.ops.agreement import captures, tell
+from counterpoint.ops.agreement import captures, tell, tell_number
 from counterpoint.runtime.workspace import workspace_of
 
 OP = "ExpertParallelMLP"
@@ -67,8 +68,8 @@ def room_for(
         PeerTimeoutError: a rank did not come.
     """
     workspace = workspace_of(group, device)
-    facts = {"op": OP} | {name: str(value) for name, value in layer._asdict().items()}
-    most = rounded(max(tell(OP, facts, workspace, tokens)))
+    facts = _facts(layer)
+    most = rounded(max(tell_number(OP, facts, workspace, tokens)))
     ranks = group.size()
     rows = max(1, ranks * most * min(layer.top_k, layer.experts // ranks))
     key = layer, most
@@ -77,6 +78,11 @@ def room_for(
         free_bytes = min(tell(OP, asks, workspace, _free_bytes(device)))
         fits[key] = num_bytes(layer, rows) <= free_bytes
     return Room(most, rows) if fits.get(key, True) else None
+
+
+@lru_cache(maxsize=1024)
+def _facts(layer: Layer) -> dict[str, str]:
+    return {"op": OP} | {name: str(value) for name, value in layer._asdict().items()}
 
 
 def rounded(tokens: int) -> int:

@@ -106,7 +106,7 @@ def _checked(
 
 
 @cache
-def _operator(op: str, keep: bool, asks: str = "") -> Operator:
+def operator_of(op: str, keep: bool, asks: str = "") -> Operator:
     experts.operator_of(op)  # the first of an operator is what is sampled
     aside = (("weights", "plain"), ("add", "rows")) if op == COMBINE else ()
     inputs = (
@@ -143,7 +143,18 @@ def _words(tensors: Tensors, rows: Sequence[int], rank: int) -> Words:
     return facts | {name: str(n) for name, n in zip(names, rows[1:], strict=False)}, None
 
 
-def _run_on_device(
+def facts_of(sizes: Sizes, num_experts: int) -> tuple[int, int, int, int]:
+    """Those of a call whose routes the device alone knows."""
+    m = experts.most(max(sizes.max_rows, sizes.back), num_experts)
+    return m, sizes.top, sizes.tokens, sizes.max_rows
+
+
+def room_of(op: str, sizes: Sizes) -> int:
+    """Rows of its results."""
+    return sizes.max_rows if op == DISPATCH else sizes.tokens
+
+
+def run_on_device(
     operator: Operator, tensors: Tensors, plan: str, sizes: Sizes, group_name: str
 ) -> list[Tensor]:
     """A call whose routes the host does not read, if one kernel takes it; else it waits for them.
@@ -155,14 +166,12 @@ def _run_on_device(
             have to read them, or it has, and more rows come to a rank than there is room for.
     """
     x, w, counts, firsts, lists, *rest = tensors
-    tokens, top, ranks, max_rows, _ = sizes
-    room = max_rows if operator.op == DISPATCH else tokens
+    _, top, ranks, max_rows, _ = sizes
     assert x is not None and w is not None and counts is not None and lists is not None
     assert firsts is not None, "all of them are there"
     workspace = workspace_of(group_of(group_name), x.device)
     sizes = sizes._replace(islands=workspace.islands.number)
-    m = experts.most(max(max_rows, sizes.back), counts.shape[1])
-    facts, given = (m, top, tokens, max_rows), call.Given(room)
+    facts, given = facts_of(sizes, counts.shape[1]), call.Given(room_of(operator.op, sizes))
     problem = of_islands(_problem(operator.op, tensors, facts, ranks), workspace)
     family, own = family_of(plan), "fused" if sizes.islands == 1 else "islands"
     if family not in ("auto", own, "serial"):
@@ -204,7 +213,7 @@ def _run(
         InputError: x does not fit the routes, or a CUDA graph is being captured.
     """
     if sizes.top:
-        return _run_on_device(operator, tensors, plan, sizes, group_name)
+        return run_on_device(operator, tensors, plan, sizes, group_name)
     op = operator.op
     x, _, counts, numbers, lists, *_ = present(tensors)
     routes = Found(blocks_in(numbers), lists)
@@ -225,7 +234,7 @@ def _run(
 
 def _dispatch(*given: Any) -> tuple[Tensor, Tensor]:
     tensors, (rows, keep, top, plan, group_name, ranks, *asks) = given[:5], given[5:]
-    operator, sizes = _operator(DISPATCH, keep, *asks), Sizes(len(tensors[0]), top, ranks, rows)
+    operator, sizes = operator_of(DISPATCH, keep, *asks), Sizes(len(tensors[0]), top, ranks, rows)
     y, *kept = _run(operator, tuple(tensors), plan, group_name, sizes)
     return y, kept[0] if keep else y.new_empty(0, tensors[0].shape[1])
 
@@ -270,7 +279,7 @@ def _backward_dispatch(
 
 def _combine(*given: Any) -> Tensor:
     tensors, (tokens, top, plan, group_name, ranks, *asks) = given[:7], given[7:]
-    operator, sizes = _operator(COMBINE, False, *asks), Sizes(tokens, top, ranks, len(tensors[0]))
+    operator, sizes = operator_of(COMBINE, False, *asks), Sizes(tokens, top, ranks, len(tensors[0]))
     return _run(operator, tuple(tensors), plan, group_name, sizes)[0]
 
 

@@ -57,7 +57,8 @@ def _by_kernels(tensor: Tensor, experts: int) -> bool:
     return tensor.is_cuda and experts <= MOST_EXPERTS and not refused_on(tensor.device)
 
 
-def _choose(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
+def chosen(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
+    """`choose_experts` without torch's dispatcher."""
     if _by_kernels(logits, logits.shape[1]):
         shape = logits.shape[0], top_k
         experts = logits.new_empty(shape, dtype=torch.int32)
@@ -77,9 +78,10 @@ def choose_into(weights: Tensor, experts: Tensor, logits: Tensor, renormalize: b
     _each_token(router.choose_experts_kernel, tensors, experts, logits.shape[1], renormalize)
 
 
-def _choose_gradient(
+def chosen_gradient(
     dweights: Tensor, weights: Tensor, experts: Tensor, logits: Tensor, renormalize: bool
 ) -> Tensor:
+    """The gradient of the logits, without torch's dispatcher."""
     if _by_kernels(logits, logits.shape[1]):
         dlogits = torch.empty_like(logits, memory_format=torch.contiguous_format)
         choose_gradient_into(dlogits, dweights, weights, experts, logits, renormalize)
@@ -179,6 +181,6 @@ def _backward(ctx: Any, dweights: Tensor | None, _: object) -> tuple[Tensor | No
     return dlogits, None, None
 
 
-register("choose_experts", _choose, _fake_choose, _backward, _save)
-register("choose_experts_gradient", _choose_gradient, _fake_gradient, refuse_double_matmul)
+register("choose_experts", chosen, _fake_choose, _backward, _save)
+register("choose_experts_gradient", chosen_gradient, _fake_gradient, refuse_double_matmul)
 register("order_by_expert", _order, _fake_order)

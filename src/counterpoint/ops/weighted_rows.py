@@ -42,7 +42,13 @@ def weighted_rows(
 def _run(
     rows: Tensor, weights: Tensor, other: Tensor | None, counts: Tensor | None, group_name: str
 ) -> tuple[Tensor, Tensor]:
-    rank = dist.get_rank(group_of(group_name))
+    return weigh(rows, weights, other, counts, dist.get_rank(group_of(group_name)))
+
+
+def weigh(
+    rows: Tensor, weights: Tensor, other: Tensor | None, counts: Tensor | None, rank: int
+) -> tuple[Tensor, Tensor]:
+    """`weighted_rows` without torch's dispatcher; `counts` are where rows are, or None."""
     if rows.is_cuda and not refused_on(rows.device):
         y = torch.empty_like(rows, memory_format=torch.contiguous_format)
         dots = weights.new_empty(0 if other is None else len(rows))

@@ -42,7 +42,7 @@ T = TypeVar("T")
 Bytes = NDArray[np.uint8]
 Facts = dict[str, str]  # of a call, in words; "op" first
 
-RING = 1024  # calls whose digests a line holds
+RING = 1024  # calls whose digests, and numbers, a line holds
 X86 = ("x86_64", "AMD64")
 MAX_REFUSALS = 1 << 20  # of one call
 # words of a line: calls made, the call that was refused and how often, 1 + the rank that is waited
@@ -51,7 +51,8 @@ MAX_REFUSALS = 1 << 20  # of one call
 CALLS, REFUSES, AWAITS, VERDICT, SHOWN, READ, SIZE, LEFT, FORWARD, HEAD = range(10)
 NOTE_BYTES = 8 << 10  # of a verdict or a refusal, and of the facts of a call
 PAGE_BYTES = 256 << 10
-LINE_BYTES = 8 * (HEAD + RING)
+NUMBERS = HEAD + RING  # where those begin that ranks say at a call: see `NoticeBoard.numbers`
+LINE_BYTES = 8 * (NUMBERS + RING)
 BOARD_BYTES = LINE_BYTES + 2 * NOTE_BYTES + PAGE_BYTES
 MAX_FACTS = 4096  # calls that are known in words
 
@@ -203,10 +204,47 @@ class NoticeBoard:
             facts: in words.
         """
         self._know(digest, facts)
+        self._begin(digest)
+
+    def _begin(self, digest: int) -> None:
+        """Say that a call begins at which ranks meet."""
         self._compares = True
         self._calls += 1
         self._mine[HEAD + self._calls % RING] = (digest ^ self.forward) | 1
         self._mine[CALLS] = self._calls
+
+    def numbers(self, digest: int, facts: Facts, number: int, awaited: Awaited) -> list[int] | None:
+        """Begin a call that ranks have compared before, and learn the number that each brings.
+
+        None returns before each has come to it; no word is encoded, so it takes microseconds.
+
+        Returns:
+            In rank order; None: this one and another have come to calls that differ, which all see
+            alike, and now compare in words.
+
+        Raises:
+            PeerTimeoutError: a rank did not come.
+            InputError: a rank has refused the call, or made another one.
+        """
+        if digest not in self.facts:
+            self._know(digest, facts)
+        at = (self._calls + 1) % RING
+        self._mine[NUMBERS + at] = number
+        self._begin(digest)
+        calls = self._calls
+        try:
+            self._wait(CALLS, calls, Late(self, awaited, launched=False))
+        except Refused as refused:
+            raise self._refused(refused) from None
+        lines = self._lines
+        if any(line[HEAD + at] != self._mine[HEAD + at] for line in lines):
+            return None
+        found = [line[NUMBERS + at] for line in lines]
+        if any(line[CALLS] - calls >= RING for line in lines):
+            late = f"counterpoint: {self.names[self.rank]} is {RING} calls behind{RESTART}"
+            raise self.fail(PeerTimeoutError(late, rank=self.rank, step=awaited.step))
+        self._compares = False
+        return found
 
     def note_op(self, op: str, **more: str) -> None:
         """Say that a call begins of which ranks compare the operator, and what is more, by digests.
@@ -523,16 +561,21 @@ class NoticeBoard:
         try:
             found = self.gather_bytes(mine, awaited, launched=False)
         except Refused as refused:
-            self.awaits(None)
-            if not self._compares:  # what it was called for is not what this rank meets for
-                raise self.fail(refused.fault) from None
-            calls = self._calls = self._mine[CALLS] = self._calls - 1  # it counts on no rank
-            self._compared = [min(calls, each) for each in self._compared]
-            self.refuse(refused.error)
-            raise refused.error from None
+            raise self._refused(refused) from None
         finally:
             self._compares = False
         return [decode(each.tobytes()) for each in found]
+
+    def _refused(self, refused: Refused) -> CounterpointError:
+        """What ends a meeting that another rank has refused to come to."""
+        compares, self._compares = self._compares, False
+        self.awaits(None)
+        if not compares:  # what it was called for is not what this rank meets for
+            return self.fail(refused.fault)
+        calls = self._calls = self._mine[CALLS] = self._calls - 1  # it counts on no rank
+        self._compared = [min(calls, each) for each in self._compared]
+        self.refuse(refused.error)
+        return refused.error
 
     def _gather_by_store(self, value: T) -> list[T]:
         try:

@@ -1,0 +1,189 @@
+"""A known call of ExpertParallelMLP is one call, with the bits of its operators."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from expert_layer_bodies import pair
+from island_bodies import on_islands
+from on_ranks import on_ranks
+from rank_bodies import by_reference
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import counterpoint as cp
+from counterpoint.nn import expert_ways
+from counterpoint.ops import expert_layer
+
+FEATURES, HIDDEN, LOCAL, TOP, DTYPE = 16, 8, 3, 2, torch.bfloat16
+
+
+class Watching(TorchDispatchMode):
+    """Under which calls go by their operators."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **kwargs or {})
+
+
+@contextmanager
+def ways() -> Iterator[list[str]]:
+    """How each call of a layer goes."""
+    found: list[str] = []
+    both = {"one call": (expert_layer.ExpertLayer, "forward"),
+            "operators": (expert_ways, "_by_operators")}  # fmt: skip
+
+    def noted(way: str, call: Any) -> Any:
+        def run(*given: Any) -> Any:
+            found.append(way)
+            return call(*given)
+
+        return run
+
+    with pytest.MonkeyPatch.context() as patch, by_reference():
+        for way, (place, name) in both.items():
+            patch.setattr(place, name, noted(way, getattr(place, name)))
+        yield found
+
+
+def drawn(rank: int, tokens: int, seed: int = 0) -> dict[str, Tensor]:
+    """x, logits, experts, weights and the gradient of the result, of one rank."""
+    draw = torch.Generator().manual_seed(100 * seed + rank)
+    every = LOCAL * torch.distributed.get_world_size()
+    x, dy = (torch.randn(tokens, FEATURES, generator=draw).to(DTYPE) for _ in range(2))
+    logits = torch.randn(tokens, every, generator=draw)
+    weights, experts = logits.softmax(-1).topk(TOP)
+    return {"x": x, "dy": dy, "logits": logits, "experts": experts, "weights": weights}
+
+
+def step(layer: Any, given: dict[str, Tensor], by: str, needs: tuple[bool, ...]) -> list[Any]:
+    """The result, dropped rows, and gradients of x, the route and both parameters, as needed."""
+    of_route = "logits" if by == "logits" else "weights"
+    route = given[of_route] if by != "half weights" else given["weights"].to(DTYPE)
+    leaves = [given["x"], route, layer.gate_up, layer.down]
+    leaves = [
+        t.detach().clone().requires_grad_(need) for t, need in zip(leaves, needs, strict=True)
+    ]
+    x, route, gate_up, down = leaves
+    named = {"logits": route, "top_k": TOP} if by == "logits" else {
+        "experts": given["experts"], "weights": route}  # fmt: skip
+    parameters = {"gate_up": gate_up, "down": down}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in parameters.items():
+            patch.setitem(layer._parameters, name, torch.nn.Parameter(value, value.requires_grad))
+        y = layer(x, **named)
+        wanted = [t for t in (x, route, layer.gate_up, layer.down) if t.requires_grad]
+        grads = torch.autograd.grad(y, wanted, given["dy"].to(y.dtype)) if wanted else ()
+    return [y.detach(), layer.dropped, *grads]
+
+
+def same(first: list[Any], second: list[Any]) -> bool:
+    return len(first) == len(second) and all(
+        a is b or torch.equal(a, b) for a, b in zip(first, second, strict=True)
+    )
+
+
+NEEDS = list(product((False, True), repeat=4))  # x, route, gate_up, down
+LAYERS: dict[str, dict[str, Any]] = {
+    "room": {}, "drops": {"max_rows": 9, "capacity": "drop"},
+    "max_rows": {"max_rows": 200, "plan": "routed"}, "fused": {"plan": "fused"},
+}  # fmt: skip
+
+
+@pytest.mark.drawn(3)
+@pytest.mark.parametrize("by", ["logits", "weights", "half weights"])
+@pytest.mark.parametrize("name", list(LAYERS))
+@on_ranks(2, 4)
+def test_a_known_call_has_the_bits_of_its_operators(
+    rank: int, ranks: int, name: str, by: str
+) -> list[str]:
+    """Of every subset of gradients, and of uneven tokens where they may be."""
+    found: list[str] = []
+    tokens = 7 if "max_rows" in LAYERS[name] else (7, 3, 0, 5)[rank]
+    with on_islands(rank, ranks), ways() as went:
+        layer, _ = pair(FEATURES, HIDDEN, ranks * LOCAL, dtype=DTYPE, **LAYERS[name])
+        for needs in NEEDS:
+            given = drawn(rank, tokens)
+            with Watching():
+                want = step(layer, given, by, needs)
+            first, known = (step(layer, given, by, needs) for _ in range(2))
+            found += [f"{needs}: other bits"] * (not same(want, first) or not same(want, known))
+    if went != ["operators", "operators", "one call"] * len(NEEDS):
+        found.append(f"went by {went}")
+    return found
+
+
+@on_ranks(2, 3)
+def test_ranks_that_are_watched_meet_those_that_are_not(rank: int, ranks: int) -> list[str]:
+    """Each in turn goes by the operators, forward and backward, where the others do not."""
+    with on_islands(rank, ranks), ways() as went:
+        layer, _ = pair(FEATURES, HIDDEN, ranks * LOCAL, dtype=DTYPE, plan="auto")
+        given, needs = drawn(rank, 5 + rank), NEEDS[-1]
+        want = step(layer, given, "logits", needs)
+        wrong: list[str] = []
+        for i in range(2 * ranks):
+            with Watching() if i % ranks == rank else nullcontext():
+                wrong += [f"step {i}"] * (not same(want, step(layer, given, "logits", needs)))
+    if ranks == 2 and went != ["operators", *["operators", "one call"][:: 1 - 2 * rank] * 2]:
+        wrong.append(f"went by {went}")
+    return wrong
+
+
+@on_ranks(2)
+def test_graphs_that_are_kept_recomputed_or_differentiated_twice(rank: int, ranks: int):
+    with on_islands(rank, ranks), ways() as went:
+        layer, _ = pair(FEATURES, HIDDEN, ranks * LOCAL, dtype=DTYPE)
+        given = drawn(rank, 6)
+        want = step(layer, given, "logits", NEEDS[-1])
+        leaves = [given["x"].requires_grad_(), given["logits"].requires_grad_()]
+        leaves += [layer.gate_up, layer.down]
+
+        def call() -> Any:
+            return layer(leaves[0], logits=leaves[1], top_k=TOP)
+
+        y = call()
+        for _ in range(2):
+            found = torch.autograd.grad(y, leaves, given["dy"], retain_graph=True)
+            assert same(want[2:], list(found))
+        y: Any = checkpoint(call, use_reentrant=False)
+        assert same(want[2:], list(torch.autograd.grad(y, leaves, given["dy"])))
+        dx, *_ = torch.autograd.grad(call(), leaves, given["dy"], create_graph=True)
+        assert torch.equal(dx.detach(), want[2]) and dx.requires_grad
+        with pytest.raises(cp.UnsupportedError, match="double backward"):
+            torch.autograd.grad(dx.float().sum(), leaves)
+        assert went[0] == "operators" and {*went[1:]} == {"one call"}
+
+
+@on_ranks(2)
+def test_what_is_changed_is_looked_at_again(rank: int, ranks: int):
+    """Options, parameters and tensors of a layer that is known."""
+    with on_islands(rank, ranks), ways() as went, torch.no_grad():
+        layer, _ = pair(FEATURES, HIDDEN, ranks * LOCAL, dtype=DTYPE)
+        given = drawn(rank, 6)
+        x, logits = given["x"], given["logits"]
+        want = layer(x, logits=logits, top_k=TOP)
+        assert torch.equal(layer(x, logits=logits, top_k=TOP), want)
+        assert went == ["operators", "one call"]
+        for wrong in ({"x": x[:, 1:]}, {"x": x.float()}, {"logits": logits[1:]}, {"top_k": 99}):
+            taken = {"x": x, "logits": logits, "top_k": TOP} | wrong
+            with pytest.raises(cp.InputError):
+                layer(**taken)
+        assert torch.equal(layer(x, logits=logits, top_k=TOP), want)
+        columns = x.t().contiguous().t()
+        for _ in range(2):
+            assert torch.equal(layer(columns, logits=logits, top_k=TOP), want)
+        layer.down.mul_(2)
+        assert torch.equal(layer(x, logits=logits, top_k=TOP), 2 * want)
+        layer.down = torch.nn.Parameter((layer.down / 2).mT.contiguous().mT)
+        for _ in range(2):
+            assert torch.equal(layer(x, logits=logits, top_k=TOP), want)
+        cp.release(torch.distributed.group.WORLD)  # memory, and all that is known of it
+        for _ in range(2):
+            assert torch.equal(layer(x, logits=logits, top_k=TOP), want)
+        layer.max_rows, layer.capacity = 1, "drop"
+        for _ in range(2):
+            layer(x, logits=logits, top_k=TOP)
+            assert layer.dropped is not None and int(layer.dropped.sum()) == 6 * ranks * TOP - ranks
