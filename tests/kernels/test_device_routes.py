@@ -49,6 +49,7 @@ def test_the_kernels_find_what_stable_sorts_find(
     with pytest.MonkeyPatch.context() as patch:
         for name, value in HELD[held].items():
             patch.setattr(launch_routes, name, value)
+        launch_routes._known.cache_clear()
         every = told_of(named(kind, world * tokens, experts, top, world), experts)
         ids, weights = every[:, :top].long(), every[:, top:].contiguous()
         own = (SHAPES.index(sizes) + 1) % world
@@ -67,7 +68,7 @@ def asked(rank: int, ranks: int) -> list[bool]:
 
     def kernels(*sizes: int) -> bool:
         by_kernels.cache_clear()
-        return by_kernels(Sizes(*sizes), 8, torch.int64, device)
+        return by_kernels(Sizes(*sizes), 8, (torch.int64, torch.float32), device)
 
     def refuse(*_: object) -> None:
         raise UnsupportedError("it does not fit")
@@ -100,8 +101,19 @@ def test_the_kernel_tells_what_torch_tells(
     if dtype == torch.int64 and tokens:
         ids[0, 0] = 2**32  # none, though its low bits are
     ids[torch.rand(ids.shape) < 0.2] = NONE
-    weights = torch.randn(tokens, top)
+    weights = torch.randn(tokens, top).to(torch.bfloat16 if dtype == torch.int32 else torch.float32)
     got, want = (torch.full((tokens, 2 * top), -7, dtype=torch.int32) for _ in range(2))
     launch_routes.tell_into(got, ids, weights, experts)
     tell_into(want, ids, weights, experts)
     assert torch.equal(got, want)
+
+
+@on_ranks(1)
+def test_numbers_of_rows_go_to_their_entries(rank: int, ranks: int):
+    for rows in (1, 700, 1500):
+        sent, each = torch.zeros(1001), torch.randn(rows)
+        entries = torch.randperm(2000)[:rows].int()
+        want = sent.clone()
+        want[entries[entries < 1001].long()] = each[entries < 1001]
+        launch_routes.name_entries(sent, entries, each)
+        assert torch.equal(sent, want)

@@ -177,11 +177,12 @@ def test_gradients_of_tables(writes: str):
     assert "ld.global.v4.b32" in found.ptx and re.search(r"st\.global\.v\d\.b32", found.ptx)
 
 
+ROUTE_KERNELS = "tell_experts", "tally_tokens", "place_tokens", "place_pairs", "name_entries"
 SHARES = (8, 256, 8), (2, 512, 16)  # ranks, experts, experts of a token
 
 
 @pytest.mark.drawn(4)
-@pytest.mark.parametrize("name", ["tell_experts", "tally_tokens", "place_tokens", "place_pairs"])
+@pytest.mark.parametrize("name", ROUTE_KERNELS)
 @pytest.mark.parametrize(
     ("capability", "sizes"),
     [(90, SHARES[0]), (90, SHARES[1]), (80, SHARES[0]), (80, SHARES[1]), (100, SHARES[0]),
@@ -193,9 +194,14 @@ def test_routes_are_found_in_registers(capability: int, sizes: tuple[int, int, i
     shares = launch_routes.shares_of(4096, ranks, experts)
     fixed = launch_routes.fixed_of(*shares, ranks, experts, top)
     told = (("TOP", top), ("E", experts), ("BLOCK", launch_routes.BLOCK))
-    names = ("tell_experts", "tally_tokens", "place_tokens", "place_pairs")
-    known = dict(zip(names, (told, *fixed), strict=True))[name]
-    given = {"dtype": "i32", "pointers": {"i64": "counts table", "i32": "weights rows"},
+    entries = (("BLOCK", launch_routes.BLOCK),)
+    known = dict(zip(ROUTE_KERNELS, (told, *fixed, entries), strict=True))[name]
+    kinds = {"i64": "counts table", "i32": "weights rows"}
+    if name == "tell_experts":
+        kinds = {"bf16": "weights"}
+    if name == "name_entries":
+        kinds = {"fp32": "sent each"}
+    given = {"dtype": "i32", "pointers": kinds,
              "num_warps": launch_routes.NUM_WARPS, **dict(known)}  # fmt: skip
     check(Row(getattr(device_routes, f"{name}_kernel"), given, registers=128), capability)
 

@@ -22,7 +22,7 @@ NOT_A_NUMBER = tl.constexpr(0x7FC00000)
 @triton.jit(do_not_specialize=["tokens"])
 def tell_experts_kernel(
     experts_ptr,  # [tokens, TOP] int32 or int64
-    weights_ptr,  # [tokens, TOP], bits of fp32 numbers
+    weights_ptr,  # [tokens, TOP], floating point
     told_ptr,  # [tokens, 2 * TOP] int32: experts, then weights
     tokens,
     TOP: tl.constexpr,
@@ -42,10 +42,26 @@ def tell_experts_kernel(
     expert = tl.load(experts_ptr + at, mask=live, other=0)
     clamped = tl.minimum(tl.maximum(expert, 0), E - 1).to(tl.int32)
     expert = tl.where(expert == NONE, NONE, clamped)
-    weight = tl.load(weights_ptr + at, mask=live, other=0)
+    weight = tl.load(weights_ptr + at, mask=live, other=0.0).to(tl.float32)
+    weight = weight.to(tl.int32, bitcast=True)
     place = told_ptr + at + token * TOP
     tl.store(place, expert, mask=live)
     tl.store(place + TOP, tl.where(wrong, NOT_A_NUMBER, weight), mask=live)
+
+
+@triton.jit(do_not_specialize=["rows", "end"])
+def name_entries_kernel(
+    sent_ptr,  # [end] fp32
+    entries_ptr,  # [rows] int32: where each row's number goes; those >= end go nowhere
+    each_ptr,  # [rows] fp32
+    rows,
+    end,
+    BLOCK: tl.constexpr,
+):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    entry = tl.load(entries_ptr + at, mask=at < rows, other=end)
+    value = tl.load(each_ptr + at, mask=at < rows, other=0.0)
+    tl.store(sent_ptr + entry, value, mask=(at < rows) & (entry < end))
 
 
 @triton.jit

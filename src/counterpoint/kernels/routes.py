@@ -16,6 +16,8 @@ knows nothing of it: kernels read what `routes_kernel` has left for its rank, al
 import triton
 import triton.language as tl
 
+ANY = tl.constexpr(2**31 - 1)  # rows: as many as there are
+
 
 @triton.jit
 def place_ptr_of(routes_ptr, E, WORLD: tl.constexpr):
@@ -46,21 +48,26 @@ def num_words(experts: int, ranks: int) -> int:
     return ranks * (experts + 1) + experts * ranks + experts + 1 + experts // ranks + 1 + 3
 
 
-@triton.jit(do_not_specialize=["rank", "limit", "has"])
+@triton.jit(do_not_specialize=["rank", "limit", "has", "moves"])
 def routes_kernel(
     counts_ptr,  # [WORLD, E] int32 or int64
+    moved_ptr,  # the same of the rows that travel, which of tokens are fewer; of a second program
     routes_ptr,  # int32, see above
     over_ptr,  # [1] int64, pinned host memory: 8 bits of 1 + BACK, 24 of missing rows, 32 of ranks
     E,
     rank,
     limit,  # rows that a rank can take
     has,  # rows that each rank has given at least
+    moves,  # words before the routes of the second program, of which none are too many
     WORLD: tl.constexpr,  # a power of 2
     EXPERTS: tl.constexpr,  # >= E, a power of 2
     BLOCK_M: tl.constexpr,
     BACK: tl.constexpr,  # rows go back to where they came from; else to their experts, see `spread`
 ):
     local = E // WORLD
+    if tl.program_id(0) == 1:
+        counts_ptr, routes_ptr = moved_ptr, routes_ptr + moves
+        limit, has = ANY, ANY
     place_ptr = place_ptr_of(routes_ptr, E, WORLD)
     starts_ptr = starts_ptr_of(routes_ptr, E, WORLD)
     tiles_ptr = tiles_ptr_of(routes_ptr, E, WORLD)

@@ -70,26 +70,41 @@ class _Spread(torch.autograd.Function):
         return sum_of_tokens(drows, places), None, None
 
 
+class Way(NamedTuple):
+    """How known calls of a layer go as one call."""
+
+    layer: Layer  # of which ranks tell each other how many tokens they bring,
+    max_rows: int | None  # where this is not given
+    drops: bool
+    plan: str
+    casts: bool  # by torch.autocast
+
+
 def through(
-    of: Experts, x: Tensor, route: Route, parameters: Parameters, known: bool
+    of: Experts, x: Tensor, route: Route, parameters: Parameters, way: Way | None
 ) -> tuple[Tensor, Tensor | None]:
     """y as x, and how many rows each rank has dropped.
 
     Args:
         x: [..., features].
         route: of such tokens.
-        known: nothing watches the call, and all that can be wrong with one like it was looked at.
+        way: of calls like this one, which nothing watches; None: it goes by the operators.
     """
-    tokens = x.reshape(-1, x.shape[-1])
+    tokens = x.reshape(-1, of.features)
     logits, experts, weights = (None if t is None else t.reshape(-1, t.shape[-1])
                                 for t in route[:3])  # fmt: skip
-    room = _room(of, tokens)
-    layer = _as_one_call(of, tokens, room) if known else None
-    if layer is not None:
-        given: Any = autocast(tokens, *parameters)
+    number, layer = tokens.shape[0], _layer(of, tokens) if way is None else way.layer
+    if way is not None and way.max_rows is not None:
+        room = Room(number, way.max_rows)
+    else:
+        room = layer and room_for(layer, number, workspace_of(of.group, x.device), of.fits)
+    if way is not None and room is not None:
+        facts = expert_layer.Facts(*room, of.top_k, of.num_experts, way.drops, way.plan)
+        call = expert_layer.layer_of(workspace_of(of.group, x.device), facts)
+        given: Any = autocast(tokens, *parameters) if way.casts else (tokens, *parameters)
         route = Route(logits, experts, weights, route.renormalize)
-        y, dropped = expert_layer.through(layer, given[0], route, *given[1:])
-        return y.view(x.shape), dropped if of.capacity == "drop" else None
+        y, dropped = expert_layer.through(call, given[0], route, *given[1:])
+        return y if x.dim() == 2 else y.view(x.shape), dropped if way.drops else None
     if logits is not None:
         weights, experts = choose_experts(logits, of.top_k, route.renormalize)
     assert experts is not None and weights is not None
@@ -99,25 +114,42 @@ def through(
     return y.view(x.shape), dropped
 
 
-def _room(of: Experts, tokens: Tensor) -> Room | None:
-    """Room for all rows of a call that does not wait; None where another way is to be gone.
+def way_of(of: Experts, x: Tensor) -> Way | None:
+    """The way of calls like one that has gone by the operators; None: they take it again."""
+    layer = _layer(of, x)
+    if workspace_of(of.group, x.device).islands.number > 1:
+        return None
+    if layer is None:
+        if of.max_rows is None or of.plan == "serial" or not _by_routes(of, x):
+            return None
+        layer = _facts(of, x)
+    casts = torch.is_autocast_enabled(x.device.type)
+    plan = "fused" if of.plan == "fused" else "auto"
+    return Way(layer, of.max_rows, of.capacity == "drop", plan, casts)
+
+
+def _facts(of: Experts, x: Tensor) -> Layer:
+    device, dtype = x.device.type, x.dtype
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+    return Layer(of.features, of.hidden, of.num_experts, of.top_k, dtype)
+
+
+def _layer(of: Experts, x: Tensor) -> Layer | None:
+    """A layer that has room for all rows of a call, and does not wait; None: another way is gone.
 
     That is where `max_rows` is given, a plan is named that the host lays out, or no one kernel
-    takes the call; where memory is short; and in a compiled graph, whose sizes are its own.
+    takes the call; and in a compiled graph, whose sizes are its own.
     """
-    if of.max_rows is not None or torch.compiler.is_compiling() or is_fake(tokens):
+    if of.max_rows is not None or torch.compiler.is_compiling() or is_fake(x):
         return None
     plan, ranks = plan_key("all_to_all_matmul", of.plan), of.group.size()
     if plan not in ("auto", "fused", "routed") or ranks == 1:
         return None
-    device, dtype = tokens.device, tokens.dtype
-    if torch.is_autocast_enabled(device.type):
-        dtype = torch.get_autocast_dtype(device.type)
-    layer = Layer(of.features, of.hidden, of.num_experts, of.top_k, dtype)
-    workspace = workspace_of(of.group, device)
+    layer, workspace = _facts(of, x), workspace_of(of.group, x.device)
     if not _one_kernel(layer, ranks) or workspace.islands.number > 1 or refused_in(workspace):
         return None
-    return room_for(layer, len(tokens), of.group, device, of.fits)
+    return layer
 
 
 @lru_cache(maxsize=1024)
@@ -140,20 +172,6 @@ def _by_routes(of: Experts, x: Tensor) -> bool:
         return family == "routed"
     traced = not torch.compiler.is_compiling() and is_fake(x)
     return not traced and num_islands(of.group.group_name, str(x.device)) > 1
-
-
-def _as_one_call(of: Experts, tokens: Tensor, room: Room | None) -> expert_layer.ExpertLayer | None:
-    """The layer as one call; None where the operators take it."""
-    if room is None:
-        if of.max_rows is None or of.plan == "serial" or not _by_routes(of, tokens):
-            return None
-        room = Room(len(tokens), of.max_rows)
-    workspace = workspace_of(of.group, tokens.device)
-    if workspace.islands.number > 1:
-        return None
-    drops, plan = of.capacity == "drop", "fused" if of.plan == "fused" else "auto"
-    facts = expert_layer.Facts(room.tokens, of.top_k, of.num_experts, room.rows, drops, plan)
-    return expert_layer.layer_of(workspace, facts)
 
 
 def _by_operators(

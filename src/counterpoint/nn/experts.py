@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from counterpoint.errors import InputError
-from counterpoint.nn.expert_ways import Experts, through
+from counterpoint.nn.expert_ways import Experts, Way, through, way_of
 from counterpoint.nn.grouped import Grouped, no_view
 from counterpoint.ops import agreement, batch_invariant, call
 from counterpoint.ops.check import (
@@ -31,9 +31,9 @@ from counterpoint.ops.expert_layer import Route
 from counterpoint.ops.room_for_rows import Layer
 from counterpoint.plan import invariant
 from counterpoint.ranges import instance, whole
-from counterpoint.runtime.workspace import workspace_of
+from counterpoint.runtime.workspace import workspace_of, workspaces
 
-MOST_KNOWN = 4096  # calls that a layer has checked
+MOST_KNOWN = 1024  # calls that a layer has checked
 
 
 class ExpertParallelMLP(Grouped):
@@ -104,7 +104,7 @@ class ExpertParallelMLP(Grouped):
         self.max_rows = None if max_rows is None else whole(name, "max_rows", max_rows, 1)
         self.plan = plan
         self._fits: dict[tuple[Layer, int], bool] = {}  # see room_for_rows.py
-        self._known: set[tuple[object, ...]] = set()  # calls that were checked
+        self._known: dict[tuple[object, ...], Way | None] = {}  # calls that were checked
         check_layer(name, dtype, device)
         check_plan(name, plan, "all_to_all_matmul")
         if isinstance(plan, str) and invariant.says(plan):
@@ -174,9 +174,10 @@ class ExpertParallelMLP(Grouped):
             PeerTimeoutError: a rank did not come.
         """
         route = Route(logits, experts, weights, renormalize)
-        key = self._key(x, route, top_k)
+        key = None if agreement.checking() else self._key(x, route, top_k)
+        known = key is not None and key in self._known
         try:
-            if key is None or key not in self._known:
+            if not known:
                 top_k = self._check_given(x, route, top_k)
         except InputError as error:  # hosts of peers may wait for this one
             raise agreement.refused(error, self.group, x) from None
@@ -187,12 +188,15 @@ class ExpertParallelMLP(Grouped):
             assert top_k is not None
             of = Experts(self.features, self.hidden, self.num_experts, top_k, self.group,
                          self.max_rows, self.capacity, self.plan, self._fits)  # fmt: skip
-            y, self.dropped = through(of, x, route, (self.gate_up, self.down), key in self._known)
+            way = self._known[key] if key is not None and known else None
+            y, self.dropped = through(of, x, route, (self.gate_up, self.down), way)
+            if key is not None and not known:
+                if len(self._known) >= MOST_KNOWN:
+                    self._known.clear()
+                self._known[key] = way_of(of, x)
         except BaseException as error:
             agreement.left(self._get_name(), error, self.group, x)
             raise
-        if key is not None and len(self._known) < MOST_KNOWN:
-            self._known.add(key)
         return no_view(y)
 
     def _key(self, x: Tensor, route: Route, top_k: int | None) -> tuple[object, ...] | None:
@@ -204,7 +208,8 @@ class ExpertParallelMLP(Grouped):
         device = x.device.type
         cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         options = top_k, route.renormalize, self.max_rows, self.capacity, cast
-        return *key, *options, torch.is_grad_enabled()
+        workspace = workspaces.get((self.group.group_name, x.device))
+        return *key, *options, torch.is_grad_enabled(), id(workspace)
 
     def _check_given(self, x: Tensor, route: Route, top_k: int | None) -> int:
         """Refuse what does not fit; how many experts a token has where logits say which."""

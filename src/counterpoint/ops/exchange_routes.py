@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from counterpoint.errors import CounterpointError, InputError
-from counterpoint.ops.agreement import agree, checking, left, note, refused
+from counterpoint.ops.agreement import agree, checking, left, note, note_known, refused
 from counterpoint.ops.check import asked_of, check_dense, check_group, check_place, is_fake
 from counterpoint.ops.register import refuse_double, register
 from counterpoint.ranges import whole
@@ -226,20 +226,26 @@ def on_device(
 
     Args:
         experts: int32 or int64 [tokens, top_k].
-        weights: fp32 of that shape.
+        weights: floating point, of that shape.
         asks: see `asked_of`.
 
     Raises:
         InputError: on CPU ranks, experts are none, or rows are more than there is room for.
     """
-    num_experts, max_rows, drops = room
-    facts = _facts(experts.shape[1], num_experts, max_rows, asks)
-    facts |= {"tokens": str(experts.shape[0]), "capacity": "drop" if drops else "error"}
+    (num_experts, max_rows, drops), (tokens, top_k) = room, experts.shape
+
+    def facts() -> Facts:
+        more = {"tokens": str(tokens), "capacity": "drop" if drops else "error"}
+        return _facts(top_k, num_experts, max_rows, asks) | more
+
     sizes = device_routes.sizes_of(workspace, experts, max_rows)
-    device_routes.by_kernels(sizes, num_experts, experts.dtype, experts.device)
+    dtypes = experts.dtype, weights.dtype
+    kernels = device_routes.by_kernels(sizes, num_experts, dtypes, experts.device)
     with workspace.board.whole():
-        note(facts, workspace)
-        found = device_routes.find(workspace, experts, weights, num_experts, max_rows, drops)
+        note_known((OP, tokens, top_k, room, asks), facts, workspace)
+        found = device_routes.find(
+            workspace, sizes, experts, weights, num_experts, drops, kernels
+        )  # fmt: skip
         if experts.is_cpu or checking():
             _look(experts, found[0].counts, num_experts, max_rows, workspace)
     return found

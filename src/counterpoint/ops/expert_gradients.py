@@ -10,6 +10,7 @@ from torch import Tensor
 from counterpoint.errors import InputError
 from counterpoint.ops.register import refuse_double_matmul, register
 from counterpoint.runtime import counted
+from counterpoint.runtime.counted import Here, rows_here
 from counterpoint.runtime.ranks import group_of
 
 OP = "experts_weight_gradient"
@@ -28,21 +29,20 @@ def _run(
     x: Tensor, dy: Tensor, counts: Tensor, transposed: bool, group_name: str, group_size: int
 ) -> Tensor:
     rank = dist.get_rank(group_of(group_name))
-    if transposed:
-        return gradient_of(dy, x, counts, rank, group_size).transpose(1, 2)
-    return gradient_of(x, dy, counts, rank, group_size)
+    here = rows_here(counts, rank, group_size, min(len(x), len(dy)))
+    return gradient_of(dy, x, here).transpose(1, 2) if transposed else gradient_of(x, dy, here)
 
 
-def gradient_of(x: Tensor, dy: Tensor, counts: Tensor, rank: int, group_size: int) -> Tensor:
+def gradient_of(x: Tensor, dy: Tensor, here: Here) -> Tensor:
     """dw[e] = x[rows of e]^T dy[rows of e], [E_local, K, N], zero where there are none."""
-    experts = counts.view(group_size, group_size, -1)[:, rank].sum(0)
-    dw = counted.weight_gradient(x, dy, experts)
+    dw = counted.weight_gradient(x, dy, here)
     if dw is not None:
         return dw
+    experts = here.rows
     dw, start = x.new_zeros(len(experts), x.shape[1], dy.shape[1]), 0
     if not len(x) or not len(dy):
         return dw
-    if counts.is_cuda and torch.cuda.is_current_stream_capturing():
+    if experts.is_cuda and torch.cuda.is_current_stream_capturing():
         want, got = "bf16 on Hopper or later where a graph is captured", str(x.dtype)
         raise InputError("gradient of experts", "w", want=want, got=got)
     for e, rows in enumerate(experts.tolist()):

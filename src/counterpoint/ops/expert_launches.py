@@ -18,8 +18,7 @@ from counterpoint.plan.steps import COUNTS, ROUTES
 from counterpoint.runtime.device_routes import Lists, Sizes
 from counterpoint.runtime.expert_rails import Rails
 from counterpoint.runtime.fused import fused_memory
-from counterpoint.runtime.launch import ALIGN, Grid, Launch, Site
-from counterpoint.runtime.routes import LISTS
+from counterpoint.runtime.launch import ALIGN, At, Grid, Launch, Site
 from counterpoint.runtime.workspace import Operands, Places
 
 COLLECT_COLS = 2048  # of a row that a program takes at a time
@@ -37,17 +36,21 @@ class Started(NamedTuple):
     Args:
         limit: rows by expert that a rank may take.
         routes: see kernels/routes.py.
-        moves: the same of rows that travel, which of tokens are fewer.
+        moves: where the same of rows that travel begin, which of tokens are fewer.
         launches: that find both, with their arguments.
+        lists: where those of tokens begin, and `sizes` of them.
+        held: what has to stay until all is launched.
     """
 
     x: Tensor
     w: Tensor
     limit: int
     routes: Tensor
-    moves: Tensor
+    moves: At
     launches: Launches
-    lists: Lists | None
+    lists: Lists[At] | None
+    sizes: Sizes | None
+    held: Tensor | None
 
 
 Behind = Callable[[Started, Operands, Tensor], Launches]  # what follows the products
@@ -151,9 +154,10 @@ class Experts:
             "WORLD": self.p.ranks, "EXPERTS": padded(self.experts),
             "BLOCK_M": self.tile.block_m, "BACK": self.combines,
         }  # fmt: skip
-        given = ("counts_ptr", "routes_ptr", "limit", "has")
-        launch = self.launch(routes_kernel, given, fixed, ONE, {"num_warps": 8})
-        return launch.compile(dtype, torch.int32, 0, 0)
+        given = ("counts_ptr", "moved_ptr", "routes_ptr", "limit", "has", "moves")
+        grid = Grid(1 + self.of_tokens, reserve=False, each=True)
+        launch = self.launch(routes_kernel, given, fixed, grid, {"num_warps": 8})
+        return launch.compile(dtype, dtype, torch.int32, 0, 0, 0)
 
     def _spoils(self) -> Launch:
         """What looks whether there are too many rows, on any island."""
@@ -162,16 +166,15 @@ class Experts:
         launch = self.launch(spoil_kernel, ("word_ptr", "routes_ptr"), fixed, ONE, {"num_warps": 1})
         return launch.compile(torch.int64, torch.int32)
 
-    def lists(self, operands: Operands, limit: int) -> Lists:
+    def sizes(self, operands: Operands, limit: int) -> Sizes:
         """Those of a call, of the device's routes.
 
         Args:
             limit: rows by expert that a rank may take.
         """
-        held = len(operands["y" if self.combines else "x"])
-        sizes = Sizes(held // self.islands, self.top, self.p.ranks * self.islands, limit,
-                      self.islands)  # fmt: skip
-        return sizes.lists(aligned(operands[LISTS]))
+        held = operands["y" if self.combines else "x"].shape[0]
+        return Sizes(held // self.islands, self.top, self.p.ranks * self.islands, limit,
+                     self.islands)  # fmt: skip
 
 
 def on_island(places: Places) -> Callable[[Operands], Operands]:
@@ -208,10 +211,10 @@ def sums_of_tokens(each: Experts, arrive: Launched) -> Behind:
 
     def behind(started: Started, operands: Operands, product: Tensor) -> Launches:
         lists, y, weights = started.lists, operands["y"], operands.get("weights")
-        assert lists is not None, "of tokens"
+        assert lists is not None and started.sizes is not None, "of tokens"
         by = product if weights is None else aligned(weights)
-        sent = product, lists.sums, by, started.moves, started.limit, len(lists.sums)
-        come = started.routes, lists.y, y, y, len(y), ANY, 1
+        sent = product, lists.sums, by, started.moves, started.limit, started.sizes.received
+        come = started.routes, lists.y, y, y, y.shape[0], ANY, 1
         return [(sums[weights is not None], sent), arrive, (collect, come)]
 
     return behind

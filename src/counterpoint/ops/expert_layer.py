@@ -15,12 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from counterpoint.ops import activations, call, exchange_routes, routed_experts, router
-from counterpoint.ops.agreement import checking
 from counterpoint.ops.expert_gradients import gradient_of
 from counterpoint.ops.fused_experts import COMBINE, DISPATCH
 from counterpoint.ops.plans import backward_plan, family_of
 from counterpoint.ops.register import its_backward, refuse_double
 from counterpoint.ops.weighted_rows import weigh
+from counterpoint.runtime.counted import Here, rows_here
 from counterpoint.runtime.device_routes import Sizes
 from counterpoint.runtime.routes import NONE
 from counterpoint.runtime.workspace import Workspace
@@ -32,9 +32,9 @@ class Facts(NamedTuple):
     """What is equal in all calls of an `ExpertLayer`."""
 
     tokens: int  # of each rank at most; who has fewer has tokens of no expert behind them
+    max_rows: int  # by expert, of each rank
     top_k: int
     num_experts: int  # of all ranks
-    max_rows: int  # by expert, of each rank
     drops: bool
     plan: str
 
@@ -75,7 +75,7 @@ class Kept(NamedTuple):
     hidden: Tensor  # [R, I]
     logits: Tensor | None  # [T, E]
     experts: Tensor  # [T, K], chosen by them
-    weights: Tensor  # fp32 [T, K]
+    weights: Tensor  # [T, K], by logits fp32
 
     @property
     def routes(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -87,7 +87,7 @@ class ExpertLayer:
 
     def __init__(self, workspace: Workspace, facts: Facts) -> None:
         self.workspace, self.facts, self.board = workspace, facts, workspace.board
-        tokens, top_k, every, max_rows, drops, self.plan = facts
+        tokens, max_rows, top_k, every, drops, self.plan = facts
         self.ranks, self.rank = workspace.group.size(), workspace.rank
         self.sizes = Sizes(tokens, top_k, self.ranks, max_rows)
         self.rows = routed_experts.facts_of(self.sizes, every)
@@ -102,7 +102,7 @@ class ExpertLayer:
         if logits is not None:
             weights, experts = router.chosen(logits, self.facts.top_k, renormalize)
         assert experts is not None and weights is not None
-        weights, asks = weights.float(), "weights" if needs.route else ""
+        asks = "weights" if needs.route else ""
         whole = self._whole(experts, NONE), self._whole(weights, 0.0)
         found, dropped = exchange_routes.on_device(self.workspace, *whole, self.room, asks)
         calls = [self.board.calls]
@@ -128,16 +128,19 @@ class ExpertLayer:
         """Of x [T, D], of logits or weights, of gate_up and of down."""
         of_routes, of_dispatch, of_combine = ((self.board, number) for number in calls)
         dx = droute = dgate_up = None
-        own = len(kept.weights)
+        own = kept.weights.shape[0]
+        here = None
+        if needs.down or needs.gate_up:
+            here = rows_here(kept.counts, self.rank, self.ranks, self.facts.max_rows)
         with its_backward(of_combine):
-            dhidden, deach, ddown = self._back_combine(dy, kept, needs)
+            dhidden, deach, ddown = self._back_combine(dy, kept, needs, here)
         if needs.products:
             (dproducts,) = activations.gradients_by(
                 dhidden, kept.products, None, activations.SWIGLU, kept.counts, self.rank
             )
             del dhidden
             with its_backward(of_dispatch):
-                dx, dgate_up = self._back_dispatch(dproducts, kept, needs)
+                dx, dgate_up = self._back_dispatch(dproducts, kept, needs, here)
         if needs.route:
             with its_backward(of_routes):
                 droute = exchange_routes.back_on_device(
@@ -151,7 +154,7 @@ class ExpertLayer:
         return None if dx is None else dx[:own], droute, dgate_up, ddown
 
     def _back_combine(
-        self, dy: Tensor, kept: Kept, needs: Needs
+        self, dy: Tensor, kept: Kept, needs: Needs, here: Here | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Of what is between the matmuls [R, I], of the weights of rows [R], and of down."""
         operands = self._whole(dy, 0.0), kept.down, *kept.routes
@@ -160,20 +163,21 @@ class ExpertLayer:
         deach = kept.each
         if needs.products or needs.route:
             dhidden, deach = weigh(dhidden, deach, kept.hidden, kept.counts, self.rank)
-        if needs.down:
+        if here is not None and needs.down:
             weighted, _ = weigh(drows[0], kept.each, None, kept.counts, self.rank)
-            ddown = gradient_of(weighted, kept.hidden, kept.counts, self.rank, self.ranks)
+            ddown = gradient_of(weighted, kept.hidden, here)
         return dhidden, deach, ddown
 
-    def _back_dispatch(self, dproducts: Tensor, kept: Kept, needs: Needs) -> Grads:
+    def _back_dispatch(
+        self, dproducts: Tensor, kept: Kept, needs: Needs, here: Here | None
+    ) -> Grads:
         """Of x [T, D], and of gate_up."""
         dx = dgate_up = None
         if needs.x:
             operands = dproducts, kept.gate_up, *kept.routes, None, None
             (dx,) = self._run(COMBINE, operands, backward_plan(DISPATCH, self.plan), False, "")
-        if needs.gate_up:
-            assert kept.rows is not None
-            dgate_up = gradient_of(dproducts, kept.rows, kept.counts, self.rank, self.ranks)
+        if here is not None and kept.rows is not None:
+            dgate_up = gradient_of(dproducts, kept.rows, here)
         return dx, dgate_up
 
     def _run(
@@ -183,7 +187,7 @@ class ExpertLayer:
         x, w = call.present(tensors)[:2]
         key = op, plan, keep, asks, w.shape, w.stride(), x.dtype
         ready = self.ready.get(key)
-        if ready is not None and not checking():
+        if ready is not None:
             return ready(tensors, routed_experts.room_of(op, self.sizes))
         operator, group = routed_experts.operator_of(op, keep, asks), self.workspace.group
         results = routed_experts.run_on_device(
@@ -197,7 +201,7 @@ class ExpertLayer:
 
     def _whole(self, of_tokens: Tensor, none: float) -> Tensor:
         """As many as all ranks bring, without gaps."""
-        missing = self.facts.tokens - len(of_tokens)
+        missing = self.facts.tokens - of_tokens.shape[0]
         if missing:
             return F.pad(of_tokens, (0, 0, 0, missing), value=none)
         return of_tokens.contiguous()
@@ -251,6 +255,7 @@ def through(
 ) -> tuple[Tensor, Tensor]:
     """The tokens x [T, D] through their experts, [T, D], and how many rows were dropped."""
     logits, experts, weights, renormalize = route
+    number = x.shape[0]
     if torch.is_grad_enabled():
         of_route = weights if logits is None else logits
         assert of_route is not None
@@ -259,9 +264,9 @@ def through(
             given = x, logits, experts, weights, gate_up, down
             of = layer, needs, renormalize
             y, dropped = _Through.apply(of, *given)  # type: ignore[misc]
-            return (y if len(y) == len(x) else y[: len(x)]), dropped
+            return (y if y.shape[0] == number else y[:number]), dropped
     y, dropped, *_ = layer.forward(x, route, gate_up, down, Needs(False, False, False, False))
-    return y[: len(x)], dropped
+    return (y if y.shape[0] == number else y[:number]), dropped
 
 
 def layer_of(workspace: Workspace, facts: Facts) -> ExpertLayer:

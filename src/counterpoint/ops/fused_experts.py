@@ -40,7 +40,7 @@ from counterpoint.problem import Problem
 from counterpoint.runtime import compute, routed
 from counterpoint.runtime.counted import DISPATCH
 from counterpoint.runtime.device_routes import Sizes, on_host
-from counterpoint.runtime.launch import ALIGN, Grid, Launch, Site, register
+from counterpoint.runtime.launch import ALIGN, At, Grid, Launch, Site, at, register
 from counterpoint.runtime.routes import LISTS
 from counterpoint.runtime.workspace import Action, Operands, Places
 
@@ -63,14 +63,14 @@ def _start(each: Experts, operands: Operands) -> Started:
         # a pinned table may be filled anew before an asynchronous copy has read it
         table = table.to(each.device, non_blocking=not table.is_pinned())
     # rows that a rank may take, and rows of x: of counts on the device alone nobody has said so
-    limit, has = (len(operands["y"]), len(x)) if p.counts == "device" else (p.m, ANY)
+    limit, has = (operands["y"].shape[0], x.shape[0]) if p.counts == "device" else (p.m, ANY)
     taken = limit
     if each.of_tokens:  # tokens fit; rows by expert may not
         limit = len(x if each.combines else operands["y"])
         taken, has = (ANY, limit) if each.combines else (limit, ANY)
         if each.islands > 1:  # too many rows are looked for on all islands
             taken = has = ANY
-    if not len(x):
+    if not x.shape[0]:
         x = x.new_zeros(1, p.k)  # TMA takes no tensor without rows
     fits = w.data_ptr() % ALIGN == 0 and not any(
         s * each.item_bytes % ALIGN for s in w.stride() if s != 1
@@ -79,16 +79,22 @@ def _start(each: Experts, operands: Operands) -> Started:
         w = w.clone(memory_format=torch.contiguous_format)
     if x.data_ptr() % ALIGN or table.data_ptr() % ALIGN:
         x, table = aligned(x), aligned(table)
-    routes = x.new_empty(each.route_words, dtype=torch.int32)
-    launches: Launches = [(each.find_routes[table.dtype], (table, routes, taken, has))]
-    moves, lists = routes, None
+    words, firsts = each.route_words, table
+    routes = x.new_empty(words * (1 + each.of_tokens), dtype=torch.int32)
+    moves: At = routes
+    lists = sizes = held = None
     if each.of_tokens:
-        firsts, moves = aligned(operands[ROUTES]), torch.empty_like(routes)
-        launches.append((each.find_routes[firsts.dtype], (firsts, moves, ANY, ANY)))
-        lists = each.lists(operands, limit)
-        if each.spoil is not None:
-            launches.append((each.spoil, (lists.over.view(torch.int64), routes)))
-    return Started(x, w, limit, routes, moves, launches, lists)
+        firsts, held, moves = aligned(operands[ROUTES]), aligned(operands[LISTS]), at(routes, words)
+        sizes = each.sizes(operands, limit)
+        lists = sizes.at(held)
+    given = table, firsts, routes, taken, has, words
+    launches: Launches = [(each.find_routes[table.dtype], given)]
+    if each.spoil is not None:
+        assert lists is not None, "of islands"
+        over = lists.over
+        over = over.view(torch.int64) if isinstance(over, Tensor) else over
+        launches.append((each.spoil, (over, routes)))
+    return Started(x, w, limit, routes, moves, launches, lists, sizes, held)
 
 
 def dispatch(site: Site) -> Action:
@@ -129,20 +135,22 @@ def dispatch(site: Site) -> Action:
     def run(operands: Operands) -> None:
         if each.islands > 1:
             operands = each.on_island(operands)
-        x, w, limit, routes, moves, launches, lists = _start(each, operands)
+        started = _start(each, operands)
+        x, w, limit, routes, moves, launches, lists, sizes, _ = started
         y, rows = operands["y"], operands.get("rows")
         columns = w.stride(1) == 1
         w_desc = TensorDescriptor.from_tensor(w.transpose(1, 2) if columns else w, blocks[columns])
-        given = routes, routes, len(operands["x"]), limit, limit
-        if lists is not None:
-            given = lists.sent, lists.rows, len(lists.sent), limit, p.m
+        given = routes, routes, operands["x"].shape[0], limit, limit
+        if lists is not None and sizes is not None:
+            given = lists.sent, lists.rows, sizes.back, limit, p.m
         launches.append((multiply[columns], (x, w_desc, y, routes, moves, *given)))
         clears = "clear" in operands
         if clears:  # not before: who has few rows would send them late
-            launches.append((clear, (y, routes, len(y))))
+            launches.append((clear, (y, routes, y.shape[0])))
         if rows is not None:
             which = rows if lists is None else lists.rows
-            launches.append((collect, (routes, which, rows, rows, len(rows), limit, int(clears))))
+            given = routes, which, rows, rows, rows.shape[0], limit, int(clears)
+            launches.append((collect, given))
         Launch.in_a_row(launches)
 
     return run
@@ -176,14 +184,14 @@ def combine(site: Site) -> Action:
         if each.islands > 1:
             operands = each.on_island(operands)
         started = _start(each, operands)
-        x, w, limit, routes, _, launches, _ = started
+        x, w, limit, routes, _, launches, *_ = started
         y, add, columns = operands["y"], operands.get("add"), w.stride(1) == 1
         x_desc = TensorDescriptor.from_tensor(x, tall)
         if add is not None and add.data_ptr() % ALIGN:
             add = add.clone()
         w_desc = TensorDescriptor.from_tensor(w.transpose(1, 2) if columns else w, blocks[columns])
         product = x.new_empty(limit, p.n) if each.of_tokens else y
-        products = (x_desc, w_desc, x if add is None else add, product, routes, len(x), limit)
+        products = (x_desc, w_desc, x if add is None else add, product, routes, x.shape[0], limit)
         launches.append((multiply[columns, add is not None], products))
         Launch.in_a_row(launches + behind(started, operands, product))
 
@@ -204,7 +212,7 @@ def _of_rows(each: Experts, arrive: Launched) -> Behind:
         routes, limit, launches = started.routes, started.limit, [arrive]
         if y.shape[1]:  # else nobody wants the rows themselves
             clears = int("clear" in operands)
-            launches.append((collect, (routes, y, y, y, len(y), limit, clears)))
+            launches.append((collect, (routes, y, y, y, y.shape[0], limit, clears)))
         if "sums" in operands:
             index, weights, sums = (operands[name] for name in ("index", "weights", "sums"))
             if index.data_ptr() % ALIGN or weights.data_ptr() % ALIGN:
@@ -216,7 +224,7 @@ def _of_rows(each: Experts, arrive: Launched) -> Behind:
             key = (top, *kinds)
             if key not in summing:
                 summing[key] = each.collect(n, count, *kinds, top)
-            given = (routes, index, weights, sums, len(sums), limit, 0)
+            given = (routes, index, weights, sums, sums.shape[0], limit, 0)
             launches.append((summing[key], given))
         return launches
 
@@ -261,7 +269,7 @@ def reference(site: Site) -> Action:
             operands |= _as_host_reads(whole, places, operands)
         y = operands["y"]
         if not y.shape[1]:  # nobody wants the rows themselves
-            operands = operands | {"y": y.new_empty(len(y), p.n)}
+            operands = operands | {"y": y.new_empty(y.shape[0], p.n)}
         for action in actions:
             action(operands)
         if p.ranks == 1 and "rows" in operands and not p.by_routes:
@@ -279,7 +287,7 @@ def _as_host_reads(p: Problem, places: Places, operands: Operands) -> Operands:
         p: of all islands.
     """
     x, y = operands["x"], operands["y"]
-    held, limit = (len(y), len(x)) if p.op == COMBINE else (len(x), len(y))
+    held, limit = (y.shape[0], x.shape[0]) if p.op == COMBINE else (x.shape[0], y.shape[0])
     sizes = Sizes(held // p.islands, p.top_k, p.ranks, limit, p.islands)
     found = on_host(places.rank, operands[ROUTES], operands[LISTS], sizes)
     return {ROUTES: found.blocks.packed(), LISTS: found.lists}
@@ -297,7 +305,7 @@ def finish(rank: int, operands: Operands) -> None:
 def copy_own(operands: Operands) -> None:
     """The rows that come to the experts of a group of one rank."""
     x, rows = operands["x"], operands["rows"]
-    rows[: len(x)] = x[: len(rows)]
+    rows[: x.shape[0]] = x[: rows.shape[0]]
 
 
 register(DISPATCH, dispatch, reference)

@@ -10,10 +10,9 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from counterpoint.ops.agreement import captures, tell, tell_number
-from counterpoint.runtime.workspace import workspace_of
+from counterpoint.runtime.workspace import Workspace
 
 OP = "ExpertParallelMLP"
 LAYERS = 8  # of a model, that keep what they need for their backward at once
@@ -50,9 +49,8 @@ class Room(NamedTuple):
 
 
 def room_for(
-    layer: Layer, tokens: int, group: dist.ProcessGroup, device: torch.device,
-    fits: dict[tuple[Layer, int], bool],
-) -> Room | None:  # fmt: skip
+    layer: Layer, tokens: int, workspace: Workspace, fits: dict[tuple[Layer, int], bool]
+) -> Room | None:
     """Room for all rows that can come in a call; None where memory is short of it.
 
     All ranks find the same. Where a graph is being captured it is taken to fit: a call before has
@@ -67,10 +65,8 @@ def room_for(
         InputError: ranks differ in the layer.
         PeerTimeoutError: a rank did not come.
     """
-    workspace = workspace_of(group, device)
-    facts = _facts(layer)
+    facts, device, ranks = _facts(layer), workspace.device, workspace.board.ranks
     most = rounded(max(tell_number(OP, facts, workspace, tokens)))
-    ranks = group.size()
     rows = max(1, ranks * most * min(layer.top_k, layer.experts // ranks))
     key = layer, most
     if key not in fits and not captures(device):

@@ -4,7 +4,7 @@ They are laid out on the host, so the table is there. How rows lie: rows_of_expe
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -207,18 +207,26 @@ def grouped(x: Tensor, k: int, n: int) -> bool:
     return k * n > 0 and torch.cuda.get_device_capability(x.device) >= (9, 0)
 
 
-def weight_gradient(x: Tensor, dy: Tensor, experts: Tensor) -> Tensor | None:
-    """dw[e] = x[rows of e]^T dy[rows of e] by the library's one kernel; None where it has none.
+class Here(NamedTuple):
+    """The rows of the experts here, where no host reads them."""
 
-    Args:
-        experts: rows of each. Neither they nor where they end are read by the host; where they are
-            more than there are, a kernel has dropped the rest, and says so.
-    """
-    if not (grouped(x, x.shape[1], dy.shape[1]) and len(x) and len(dy)):
+    rows: Tensor  # int64 [E_local], of each
+    ends: Tensor  # int32 [E_local], no more than there is room for
+
+
+def rows_here(counts: Tensor, rank: int, ranks: int, room: int) -> Here:
+    """Of counts [ranks, E]: where they are more than room, a kernel has dropped the rest."""
+    rows = counts.view(ranks, ranks, -1)[:, rank].sum(0)
+    return Here(rows, rows.cumsum(0, dtype=torch.int32).clamp_max(room))
+
+
+def weight_gradient(x: Tensor, dy: Tensor, here: Here) -> Tensor | None:
+    """dw[e] = x[rows of e]^T dy[rows of e] by the library's one kernel; None where it has none."""
+    if not (grouped(x, x.shape[1], dy.shape[1]) and x.shape[0] and dy.shape[0]):
         return None
     assert _GROUPED is not None
-    ends = experts.cumsum(0, dtype=torch.int32).clamp_max(min(len(x), len(dy)))
-    dw = _GROUPED(x.contiguous().t(), dy.contiguous(), offs=_on_device(ends, x))
+    experts = here.rows
+    dw = _GROUPED(x.contiguous().t(), dy.contiguous(), offs=_on_device(here.ends, x))
     # pytorch issue 172439: on Blackwell an expert without rows gets another's numbers
     if torch.cuda.get_device_capability(x.device) != (9, 0):
         none: Any = (experts == 0).to(x.device, non_blocking=True)

@@ -32,7 +32,7 @@ tokens that mates hold: rows for each expert, and such firsts.
 from functools import lru_cache
 from itertools import accumulate
 from math import prod
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -41,7 +41,10 @@ from torch import Tensor
 from counterpoint.errors import UnsupportedError
 from counterpoint.runtime import launch_routes
 from counterpoint.runtime.capacity import drop_least
+from counterpoint.runtime.device_limits import refused_on
 from counterpoint.runtime.find_routes import first_experts, positions
+from counterpoint.runtime.launch import At, at
+from counterpoint.runtime.launch_collective import collective_of
 from counterpoint.runtime.library import library_of
 from counterpoint.runtime.notice_board import Awaited
 from counterpoint.runtime.routes import NONE, Blocks, Routes
@@ -82,12 +85,17 @@ class Sizes(NamedTuple):
         return self.held * min(self.top, self.mates)
 
     @property
+    def received(self) -> int:
+        """Rows that come to a rank at most."""
+        return min(self.max_rows, self.ranks * self.tokens)
+
+    @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Of each list."""
         rows, several = self.max_rows, self.islands > 1
         return {
             "sent": (self.back,), "rows": (rows,),
-            "sums": (min(rows, self.ranks * self.tokens), self.top),
+            "sums": (self.received, self.top),
             "y": (self.held, min(self.top, self.mates)), "entries": (rows,),
             "experts": (self.tokens * several, self.top), "over": (2 * several,),
         }  # fmt: skip
@@ -100,32 +108,45 @@ class Sizes(NamedTuple):
 
     @property
     def starts(self) -> list[int]:
-        """Where each list begins, and the end."""
+        """Where each list begins, and the end; a compiler's sizes may be symbols."""
         each = (-(-prod(shape) // ALIGN) * ALIGN for shape in self.shapes.values())
         return [*accumulate(each, initial=0)]
 
-    def lists(self, packed: Tensor) -> "Lists":
+    def lists(self, packed: Tensor) -> "Lists[Tensor]":
         """Those that `packed` has made one."""
         found = zip(self.starts, self.shapes.values(), strict=False)
-        return Lists(*(packed[at : at + prod(shape)].view(shape) for at, shape in found))
+        return Lists(*(packed[begin : begin + prod(shape)].view(shape) for begin, shape in found))
+
+    def at(self, packed: Tensor) -> "Lists[At]":
+        """Where they begin, as kernels are given them."""
+        return Lists(*(at(packed, start) for start in _known_starts(self)[:-1]))
 
 
-class Lists(NamedTuple):
+@lru_cache(maxsize=1024)
+def _known_starts(sizes: Sizes) -> list[int]:
+    return sizes.starts
+
+
+Each = TypeVar("Each")
+
+
+class Lists(NamedTuple, Generic[Each]):
     """See above."""
 
-    sent: Tensor
-    rows: Tensor
-    sums: Tensor
-    y: Tensor
-    entries: Tensor
-    experts: Tensor
-    over: Tensor
+    sent: Each
+    rows: Each
+    sums: Each
+    y: Each
+    entries: Each
+    experts: Each
+    over: Each
 
-    def packed(self) -> Tensor:
-        """All of them, as int32."""
-        ends = ((0, -x.numel() % ALIGN) for x in self)
-        padded = (F.pad(x.flatten(), end, value=NONE) for x, end in zip(self, ends, strict=True))
-        return torch.cat([x.int() for x in padded])
+
+def packed(lists: Lists[Tensor]) -> Tensor:
+    """All of them as one, int32."""
+    ends = ((0, -x.numel() % ALIGN) for x in lists)
+    padded = (F.pad(x.flatten(), end, value=NONE) for x, end in zip(lists, ends, strict=True))
+    return torch.cat([x.int() for x in padded])
 
 
 class Found(NamedTuple):
@@ -151,7 +172,7 @@ def sizes_of(workspace: Workspace, experts: Tensor, max_rows: int) -> Sizes:
 
 @lru_cache(maxsize=1024)
 def by_kernels(
-    sizes: Sizes, num_experts: int, dtype: torch.dtype, device: torch.device
+    sizes: Sizes, num_experts: int, dtypes: tuple[torch.dtype, torch.dtype], device: torch.device
 ) -> bool:  # fmt: skip
     """Whether kernels find such routes; else torch does, with the same result.
 
@@ -159,12 +180,12 @@ def by_kernels(
     one that compiles later is late for all. Between islands what they would save is not worth it.
 
     Args:
-        dtype: of the experts.
+        dtypes: of the experts, and of their weights.
     """
     if sizes.islands > 1 or not launch_routes.takes(device, num_experts, sizes.top):
         return False
     shape = sizes.tokens, sizes.top
-    experts, weights = (torch.zeros(shape, dtype=d, device=device) for d in (dtype, torch.float32))
+    experts, weights = (torch.zeros(shape, dtype=dtype, device=device) for dtype in dtypes)
     try:
         told = torch.zeros(sizes.ranks, shape[0], 2 * shape[1], dtype=torch.int32, device=device)
         launch_routes.tell_into(told[0], experts, weights, num_experts)
@@ -175,30 +196,35 @@ def by_kernels(
 
 
 def find(
-    workspace: Workspace, experts: Tensor, weights: Tensor, num_experts: int, max_rows: int,
-    drops: bool,
+    workspace: Workspace, sizes: Sizes, experts: Tensor, weights: Tensor, num_experts: int,
+    drops: bool, kernels: bool,
 ) -> tuple[Found, Tensor]:  # fmt: skip
     """Those of tokens that have these experts; a token with an expert that is none has NaN weights.
 
+    Rows that are more than a rank can take are left out.
+
     Args:
         experts: int32 or int64 [tokens, top], tokens equally many on all ranks.
-        weights: fp32 of that shape.
-        max_rows: rows by expert that a rank can take; more of them are left out.
+        weights: floating point, of that shape.
         drops: those of the least weights are dropped, and no rank has more.
+        kernels: see `by_kernels`.
 
     Returns:
         Routes, and how many rows each rank has dropped, int64 [ranks]; empty where none may be.
     """
-    sizes = sizes_of(workspace, experts, max_rows)
-    kernels = by_kernels(sizes, num_experts, experts.dtype, experts.device)
     told = experts.new_empty(sizes.tokens, 2 * sizes.top, dtype=torch.int32)
     (launch_routes.tell_into if kernels else tell_into)(told, experts, weights, num_experts)
     every = told.new_empty(sizes.ranks * sizes.tokens, 2 * sizes.top)
-    calls = library_of(workspace, Awaited(OP, "gather lists of experts", OP))
-    calls.all_gather(every.view(-1), told.view(-1))
+    awaited = Awaited(OP, "gather lists of experts", OP)
+    part = sizes.tokens * 2 * sizes.top
+    gather = collective_of(workspace, "all_gather", part, awaited) if kernels else None
+    if gather is None:
+        library_of(workspace, awaited).all_gather(every.view(-1), told.view(-1))
+    else:
+        gather(every, told)
     dropped = every.new_empty(0, dtype=torch.int64)
     if drops:
-        dropped = drop_least(every, sizes.ranks, num_experts, max_rows)
+        dropped = drop_least(every, sizes.ranks, num_experts, sizes.max_rows)
     if kernels:
         return found_by_kernels(workspace.rank, sizes, every, num_experts), dropped
     ids, each = every[:, : sizes.top].long(), every[:, sizes.top :].contiguous()
@@ -212,16 +238,17 @@ def tell_into(told: Tensor, experts: Tensor, weights: Tensor, num_experts: int) 
     wrong = ((experts < 0) | (experts >= num_experts) & ~none).any(1, keepdim=True)
     ids, bits = told.split(experts.shape[1], 1)
     ids.copy_(experts.clamp(0, num_experts - 1).masked_fill_(none, NONE))
-    bits.copy_(weights.masked_fill(wrong, torch.nan).view(torch.int32))
+    bits.copy_(weights.float().masked_fill(wrong, torch.nan).view(torch.int32))
 
 
 def found_by_kernels(rank: int, sizes: Sizes, every: Tensor, num_experts: int) -> Found:
     """As `found_by` on one island, from what all ranks have told."""
     each = every.new_empty(sizes.max_rows, dtype=torch.float32)
     counts, table = (every.new_empty(sizes.ranks, num_experts, dtype=torch.int64) for _ in range(2))
-    packed = every.new_empty(sizes.starts[-1])
-    launch_routes.routes_into(each, counts, table, packed, sizes.lists(packed)[:5], every, rank)
-    return Found(each, counts, table, packed)
+    lists = every.new_empty(sizes.starts[-1])
+    given = launch_routes.Given(each, counts, table, lists, sizes.at(lists)[:5], every)
+    launch_routes.routes_into(given, rank, sizes.received)
+    return Found(each, counts, table, lists)
 
 
 def found_by(rank: int, sizes: Sizes, ids: Tensor, weights: Tensor, num_experts: int) -> Found:
@@ -278,7 +305,7 @@ def found_by(rank: int, sizes: Sizes, ids: Tensor, weights: Tensor, num_experts:
         table = both[..., first_mate * local : (first_mate + size) * local].sum(1)
     back = back[:, : min(top, size)]
     lists = Lists(sent, _until(rows, at), sums, back, entries, own, over)
-    return Found(each, counts, table, lists.packed())
+    return Found(each, counts, table, packed(lists))
 
 
 def _turned(tokens: Tensor, first: int, second: int) -> Tensor:
@@ -315,12 +342,19 @@ def weights_back(workspace: Workspace, lists: Tensor, each: Tensor, sizes: Sizes
         each: fp32 [max_rows].
     """
     tokens, top, ranks, *_ = sizes
+    awaited, part = Awaited(OP, "send gradients of weights", OP), tokens * top
+    sent = each.new_zeros(ranks * part + 1)
+    kernels = sizes.islands == 1 and each.is_cuda and not refused_on(each.device)
+    scatter = collective_of(workspace, "reduce_scatter", part, awaited) if kernels else None
+    if scatter is not None:
+        launch_routes.name_entries(sent, sizes.at(lists).entries, each)
+        found = each.new_empty(tokens, top)
+        scatter(found, sent)
+        return found
     entries = sizes.lists(lists).entries
-    sent = each.new_zeros(ranks * tokens * top + 1)
     sent[entries.clamp(max=len(sent) - 1).long()] = each
-    found = each.new_empty(ranks, tokens * top)
-    calls = library_of(workspace, Awaited(OP, "send gradients of weights", OP))
-    calls.all_to_all(found.view(-1), sent[:-1])
+    found = each.new_empty(ranks, part)
+    library_of(workspace, awaited).all_to_all(found.view(-1), sent[:-1])
     return found.sum(0).view(tokens, top)  # each is zero but on one rank
 
 

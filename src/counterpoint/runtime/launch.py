@@ -109,7 +109,7 @@ class Launch:
             except (OutOfResources, CompilationError, PTXASError) as error:
                 raise UnsupportedError(f"{self._name}: its kernel does not fit: {error}") from error
         self.programs = self._grid.programs(resident)
-        self._compiled, self._run = compiled, compiled[(self.programs, 1, 1)]
+        self._compiled, self._run = compiled, launcher(compiled, self.programs)
         # the binder asks the driver about each tensor, at each launch
         self._template = [v.data_ptr() if isinstance(v, Tensor) else v for v in self._template]
         return self
@@ -121,7 +121,7 @@ class Launch:
         found._grid = Grid(work, reserve=self._grid.reserve, each=True)
         found.programs = found._grid.programs(0)
         if self._compiled is not None:
-            found._run = self._compiled[(found.programs, 1, 1)]
+            found._run = launcher(self._compiled, found.programs)
         return found
 
     def __call__(self, *given: object) -> None:
@@ -157,6 +157,34 @@ class Launch:
         return arguments
 
 
+def launcher(compiled: Any, programs: int) -> Callable[..., None]:
+    """compiled[(programs, 1, 1)], without what Triton makes at each launch for hooks of nobody.
+
+    It takes half the host's time. What it calls is private to Triton: a feature test holds it, and
+    where a version has no such thing its own way is taken.
+    """
+    plain, own = compiled[(programs, 1, 1)], getattr(compiled, "run", None)
+    names = ("launch", "launch_cooperative_grid", "launch_pdl", "global_scratch_size",
+             "profile_scratch_size")  # fmt: skip
+    knobs: Any = triton.knobs.runtime  # pyright: ignore
+    hooks = knobs.launch_enter_hook, knobs.launch_exit_hook
+    if not all([hasattr(own, name) for name in names] + [hasattr(h, "calls") for h in hooks]):
+        return plain
+    launch, *options, of_all, of_profile = (getattr(own, name) for name in names)
+    if of_all or of_profile:  # memory that Triton takes for each launch
+        return plain
+    function, metadata = compiled.function, compiled.packed_metadata
+
+    def run(*arguments: object, stream: int) -> None:
+        if knobs.launch_enter_hook.calls or knobs.launch_exit_hook.calls:
+            plain(*arguments, stream=stream)
+        else:
+            launch(programs, 1, 1, stream, function, *options, None, None, metadata, None, None,
+                   None, *arguments)  # fmt: skip
+
+    return run
+
+
 def resident_blocks(compiled: Any, device: torch.device, name: str, grid: Grid) -> int:
     """Blocks of a compiled Triton kernel that are on the GPU at once, beside the reserve.
 
@@ -170,6 +198,14 @@ def resident_blocks(compiled: Any, device: torch.device, name: str, grid: Grid) 
         beside = f" beside {RESERVED_SMS} reserved SMs" if grid.reserve else ""
         raise UnsupportedError(f"{name}: {grid.senders + 1} blocks do not fit{beside}")
     return blocks
+
+
+At = int | Tensor  # where something begins, as kernels are given it
+
+
+def at(tensor: Tensor, start: int) -> At:
+    """Where tensor[start:] begins, without making it: its address, or interpreted that tensor."""
+    return tensor[start:] if INTERPRETED else tensor.data_ptr() + start * tensor.itemsize
 
 
 def aligned(tensor: Tensor) -> bool:

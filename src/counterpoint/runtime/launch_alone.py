@@ -1,6 +1,5 @@
 """Kernels that meet no peer: each is compiled once for tensors like these, and then launched."""
 
-from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any
 
@@ -28,20 +27,28 @@ def launch_alone(
     Raises:
         UnsupportedError: it does not fit this GPU.
     """
-    given = [t.contiguous() for t in tensors]
-    given = [t if aligned(t) else t.clone() for t in given]
+    given = [t if t.is_contiguous() and aligned(t) else _placed(t) for t in tensors]
     device = given[0].device
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        dtypes = tuple(t.dtype for t in given)
-        _launch(kernel, dtypes, len(sizes), fixed, launched, device, name)(*given, *sizes)
+    known = kernel, tuple(t.dtype for t in given), len(sizes), fixed, launched, device, name
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            launch_of(*known)(*given, *sizes)
+    else:
+        launch_of(*known)(*given, *sizes)
+
+
+def _placed(t: Tensor) -> Tensor:
+    """Without gaps, from a multiple of 16 bytes on."""
+    t = t.contiguous()
+    return t if aligned(t) else t.clone()
 
 
 @lru_cache(maxsize=1024)
-def _launch(
+def launch_of(
     kernel: Any, dtypes: tuple[torch.dtype, ...], sizes: int, fixed: Fixed,
     launched: tuple[int, int], device: torch.device, name: str,
 ) -> Launch:  # fmt: skip
-    """The kernel, compiled for tensors like these."""
+    """The kernel, compiled for tensors like these, with `sizes` numbers behind them."""
     programs, num_warps = launched
     known = dict(fixed)
     given = tuple(each for each in kernel.arg_names if each not in known)

@@ -1,19 +1,24 @@
 """All-gather, reduce-scatter and all-reduce in a kernel of ours: steps whose transport is words."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
+from counterpoint.errors import UnsupportedError
 from counterpoint.kernels.collectives import collective_kernel
 from counterpoint.plan.bind import BoundStep
 from counterpoint.runtime.fused import fused_memory
+from counterpoint.runtime.lanes_cuda import lanes_of
 from counterpoint.runtime.launch import Grid, Launch, aligned
-from counterpoint.runtime.workspace import Action, Operands, Places
+from counterpoint.runtime.notice_board import Awaited
+from counterpoint.runtime.workspace import Action, Operands, Places, Workspace
 
-NUM_WARPS = 4
+NUM_WARPS, WORD_BYTES = 4, 4
 BLOCKS = (256, 512)  # words of a rank's part that a program takes at a time, of 4 ranks
+Run = Callable[[Tensor, Tensor], None]  # a target, and a source
 DTYPES = {"bfloat16": tl.bfloat16, "float16": tl.float16, "float32": tl.float32}
 
 
@@ -28,22 +33,9 @@ def action(bound: BoundStep, places: Places, tag: int) -> Action:
     Raises:
         UnsupportedError: no block of the kernel fits this GPU.
     """
-    plan, workspace = places.plan, places.workspace
     source, target = places.of(bound.parts[0].reads[0]), places.of(bound.parts[0].write)
-    part = plan.buffer("slots").shape[1]
-    ranks = plan.problem.ranks
-    launch, blocks = None, 0
-    for wide in BLOCKS:
-        block = block_of(wide, ranks)
-        blocks = max(1, -(-part // block))
-        fixed = arguments_of(bound, places, tag) | {"BLOCK": block}
-        launch = Launch(
-            collective_kernel, ("source_ptr", "target_ptr"), fixed, Grid(blocks),
-            workspace.device, plan.problem.op, {"num_warps": NUM_WARPS},
-        ).compile(torch.int32, torch.int32)  # fmt: skip
-        if launch.programs == blocks:
-            break
-    assert launch is not None
+    part, op = places.plan.buffer("slots").shape[1], places.plan.problem.op
+    launch = _compiled(arguments_of(bound, places, tag), part, places.workspace, op)
 
     def run(operands: Operands) -> None:
         x = source(operands)
@@ -52,18 +44,90 @@ def action(bound: BoundStep, places: Places, tag: int) -> Action:
     return run
 
 
+def _compiled(fixed: dict[str, Any], part: int, workspace: Workspace, op: str) -> Launch:
+    ranks = fixed["WORLD"]
+    launch = None
+    for wide in BLOCKS:
+        block = block_of(wide, ranks)
+        blocks = max(1, -(-part // block))
+        launch = Launch(
+            collective_kernel, ("source_ptr", "target_ptr"), fixed | {"BLOCK": block}, Grid(blocks),
+            workspace.device, op, {"num_warps": NUM_WARPS},
+        ).compile(torch.int32, torch.int32)  # fmt: skip
+        if launch.programs == blocks:
+            break
+    assert launch is not None
+    return launch
+
+
 def arguments_of(bound: BoundStep, places: Places, tag: int) -> dict[str, Any]:
     """The kernel's arguments that do not change from call to call, but its block."""
-    plan, workspace = places.plan, places.workspace
-    memory, name = fused_memory(workspace), bound.step.arg("collective")
+    p, name = places.plan.problem, bound.step.arg("collective")
+    part = places.plan.buffer("slots").shape[1]
+    return _arguments(places.workspace, part, p.ranks, tag) | {
+        "SCATTER": name != "all_gather", "GATHER": name != "reduce_scatter",
+        "DTYPE": DTYPES[p.dtype], "IN_ORDER": p.invariant,
+    }  # fmt: skip
+
+
+def _arguments(workspace: Workspace, part: int, ranks: int, tag: int) -> dict[str, Any]:
+    memory = fused_memory(workspace)
     return {
         "words_ptr": memory.words.bases, "state_ptr": memory.state, "fault_ptr": memory.fault,
-        "part": plan.buffer("slots").shape[1], "half_bytes": memory.words.half_bytes,
-        "rank": workspace.rank, "tag": tag, "timeout_ns": int(workspace.timeout_s * 1e9),
-        "WORLD": plan.problem.ranks, "SCATTER": name != "all_gather",
-        "GATHER": name != "reduce_scatter", "DTYPE": DTYPES[plan.problem.dtype],
-        "IN_ORDER": plan.problem.invariant, "NUM_WARPS": NUM_WARPS,
+        "part": part, "half_bytes": memory.words.half_bytes, "rank": workspace.rank, "tag": tag,
+        "timeout_ns": int(workspace.timeout_s * 1e9), "WORLD": ranks, "NUM_WARPS": NUM_WARPS,
     }  # fmt: skip
+
+
+def collective_of(
+    workspace: Workspace, name: Literal["all_gather", "reduce_scatter"], part: int,
+    awaited: Awaited,
+) -> Run | None:  # fmt: skip
+    """One collective of fp32 numbers, or of words of 4 bytes, in a kernel that is in no plan.
+
+    Collective at its first call, where it is compiled: a rank that compiles is late for all.
+
+    Args:
+        part: words of each rank.
+
+    Returns:
+        What runs it from a source into a target, of which the one that has all parts has
+        [ranks * part] words. None: it is new while a graph is captured, or no kernel fits.
+    """
+    memory, ranks, key = fused_memory(workspace), workspace.group.size(), (name, part)
+    if key in memory.launches:
+        return memory.launches[key]
+    if torch.cuda.is_current_stream_capturing():
+        return None
+    run, problem = None, f"{ranks} ranks" if ranks & ranks - 1 else ""
+    if not problem:
+        memory.words.reserve(ranks * part * WORD_BYTES)
+        try:
+            run = _alone(workspace, name, part, awaited)
+        except UnsupportedError as error:
+            problem = str(error)
+    memory.launches[key] = None if any(workspace.gather(problem)) else run
+    return memory.launches[key]
+
+
+def _alone(workspace: Workspace, name: str, part: int, awaited: Awaited) -> Run:
+    lanes, ranks = lanes_of(workspace), workspace.group.size()
+    steps = ((awaited.step, tuple(range(ranks))),)
+    gathers = name == "all_gather"
+    fixed = _arguments(workspace, part, ranks, lanes.register(awaited.op, "fused", steps)) | {
+        "SCATTER": not gathers, "GATHER": gathers, "DTYPE": tl.float32, "IN_ORDER": False,
+    }  # fmt: skip
+    launch = _compiled(fixed, part, workspace, awaited.op)
+
+    def run(target: Tensor, source: Tensor) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            workspace.captured = True
+            lanes.follow_in_capture(spins=True)
+        else:
+            lanes.follow(spins=True)
+        launch(source, target)
+
+    return run
 
 
 def words(tensor: Tensor) -> Tensor:

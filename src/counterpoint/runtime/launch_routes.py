@@ -1,6 +1,8 @@
 """The kernels that find routes of which only the device knows how many rows go where."""
 
 from collections.abc import Sequence
+from functools import lru_cache
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -9,7 +11,8 @@ from torch import Tensor
 from counterpoint.kernels import device_routes as kernels
 from counterpoint.plan.fused_sum import padded
 from counterpoint.runtime.device_limits import refused_on
-from counterpoint.runtime.launch_alone import Fixed, launch_alone
+from counterpoint.runtime.launch import ALIGN, At, Launch, at
+from counterpoint.runtime.launch_alone import Fixed, launch_alone, launch_of
 
 NAME = "exchange_routes"  # in errors
 MOST_EXPERTS = 1 << 10  # that a program holds
@@ -35,11 +38,11 @@ def tell_into(told: Tensor, experts: Tensor, weights: Tensor, num_experts: int) 
 
     Args:
         experts: int32 or int64 [tokens, top].
-        weights: fp32 of that shape.
+        weights: floating point, of that shape.
     """
     tokens, top = experts.shape
     fixed = (("TOP", top), ("E", num_experts), ("BLOCK", BLOCK))
-    given = experts, weights.view(torch.int32), told
+    given = experts, weights, told
     launched = max(1, -(-tokens * top // BLOCK)), NUM_WARPS
     launch_alone(kernels.tell_experts_kernel, given, (tokens,), fixed, launched, NAME)
 
@@ -87,43 +90,101 @@ def fixed_of(
     )
 
 
-def routes_into(
-    weights: Tensor, counts: Tensor, firsts: Tensor, packed: Tensor, lists: Sequence[Tensor],
-    every: Tensor, rank: int,
-) -> None:  # fmt: skip
+def name_entries(sent: Tensor, entries: At, each: Tensor) -> None:
+    """sent[entries[i]] = each[i]; entries beyond its end are left out.
+
+    Args:
+        sent: fp32.
+        entries: int32 [rows], from a multiple of 16 bytes on.
+        each: fp32 [rows].
+    """
+    rows = each.shape[0]
+    launched = max(1, -(-rows // BLOCK)), NUM_WARPS
+    dtypes = torch.float32, torch.int32, torch.float32
+    known = kernels.name_entries_kernel, dtypes, 2, (("BLOCK", BLOCK),), launched, each.device, NAME
+    launch_of(*known)(sent, entries, each, rows, sent.shape[0])
+
+
+class Given(NamedTuple):
+    """What the kernels write, `Found` of device_routes.py, and what they read."""
+
+    weights: Tensor
+    counts: Tensor
+    firsts: Tensor
+    packed: Tensor
+    lists: Sequence[At]  # where its lists begin, of one island
+    every: Tensor  # int32 [ranks * tokens, 2 * top], what all ranks have told
+
+
+class _Known(NamedTuple):
+    """Three kernels, compiled, and the memory between them."""
+
+    tally: Launch
+    place: Launch
+    pair: Launch
+    starts: tuple[int, ...]  # of what lies there
+    words: int  # int32, of all of it
+    shares: tuple[int, ...]  # arguments of all: tokens of a block, and how many blocks a rank has
+    own: tuple[int, ...]  # the same of own tokens
+    queued: int
+
+
+def routes_into(given: Given, rank: int, received: int) -> None:
     """All that a rank knows of a call, in three kernels.
 
     Args:
-        weights, counts, firsts, packed: `Found` of device_routes.py.
-        lists: its `Lists`, parts of `packed`.
-        every: int32 [ranks * tokens, 2 * top], what all ranks have told.
+        received: rows that come to it at most.
     """
+    weights, counts, firsts, packed, lists, every = given
     (ranks, experts), top = counts.shape, every.shape[1] // 2
-    tokens, sent, rows, sums, y, entries = len(every) // ranks, *lists
+    tokens, (sent, rows, sums, y, entries) = every.shape[0] // ranks, lists
+    shape = ranks, experts, top, tokens
+    known = _known(shape, (packed.shape[0], weights.shape[0]), every.device)
+    memory = every.new_empty(known.words)
+    pairs, tallied, queue, order, places, named = (at(memory, start) for start in known.starts)
+    numbers = rank, tokens, *known.shares
+    empty = packed.shape[0], weights.shape[0], known.queued
+    bits = weights.view(torch.int32)
+    Launch.in_a_row((
+        (known.tally, (every, pairs, tallied, named, packed, weights, queue, *numbers, *known.own,
+                       *empty)),
+        (known.place, (every, pairs, tallied, named, counts, firsts, queue, order, places, sent, y,
+                       *numbers, *known.own)),
+        (known.pair, (every, counts, firsts, queue, order, places, rows, sums, entries, bits,
+                      *numbers, weights.shape[0], received)),
+    ))  # fmt: skip
+
+
+@lru_cache(maxsize=1024)
+def _known(
+    shape: tuple[int, int, int, int], filled: tuple[int, int], device: torch.device
+) -> _Known:
+    """
+    Args:
+        shape: ranks, experts, experts of a token, and tokens of a rank.
+        filled: numbers of the lists, and of the weights.
+    """
+    ranks, experts, top, tokens = shape
     own, each = shares_of(tokens, ranks, experts)
-    tally, place, pair = fixed_of(own, each, ranks, experts, top)
-    blocks, per = ranks * each.blocks, each.blocks
-    pairs, tallied, queue, order, places, named = (
-        every.new_empty(shape)
-        for shape in ((blocks, experts), (blocks + own.blocks, experts), (blocks, experts // ranks),
-                      (ranks, tokens), (ranks, tokens), (tokens, top))
-    )  # fmt: skip
-    empty = len(packed), len(weights), queue.numel()
-    fillers = max(1, min(PROGRAMS, sum(empty) // FILLED))
-    sizes, own_sizes = (rank, tokens, each.size, per), (own.size, own.blocks)
-    launch_alone(
-        kernels.tally_tokens_kernel,
-        (every, pairs, tallied, named, packed, weights, queue),
-        (*sizes, *own_sizes, *empty), tally, (blocks + own.blocks + fillers, NUM_WARPS), NAME,
-    )  # fmt: skip
-    launch_alone(
-        kernels.place_tokens_kernel,
-        (every, pairs, tallied, named, counts, firsts, queue, order, places, sent, y),
-        (*sizes, *own_sizes), place, (own.blocks + blocks + ranks, NUM_WARPS), NAME,
-    )  # fmt: skip
-    launch_alone(
-        kernels.place_pairs_kernel,
-        (every, counts, firsts, queue, order, places, rows, sums, entries,
-         weights.view(torch.int32)),
-        (*sizes, len(rows), len(sums)), pair, (blocks, NUM_WARPS), NAME,
-    )  # fmt: skip
+    blocks = ranks * each.blocks
+    queued = blocks * (experts // ranks)
+    parts = (blocks * experts, (blocks + own.blocks) * experts, queued, ranks * tokens,
+             ranks * tokens, tokens * top)  # fmt: skip
+    starts = [*accumulate((-(-part // ALIGN) * ALIGN for part in parts), initial=0)]
+    fillers = max(1, min(PROGRAMS, sum((*filled, queued)) // FILLED))
+    programs = (blocks + own.blocks + fillers, own.blocks + blocks + ranks, blocks)
+    numbers, table = torch.int32, torch.int64
+    dtypes = ([numbers] * 5 + [torch.float32, numbers],
+              [numbers] * 4 + [table] * 2 + [numbers] * 5,
+              [numbers, table, table] + [numbers] * 7)  # fmt: skip
+    written = kernels.tally_tokens_kernel, kernels.place_tokens_kernel, kernels.place_pairs_kernel
+    each_fixed = fixed_of(own, each, ranks, experts, top)
+    launches = (
+        launch_of(kernel, tuple(types), sizes, fixed, (count, NUM_WARPS), device, NAME)
+        for kernel, types, sizes, fixed, count in zip(
+            written, dtypes, (9, 6, 6), each_fixed, programs, strict=True
+        )
+    )
+    shares = each.size, each.blocks
+    own_shares = own.size, own.blocks
+    return _Known(*launches, tuple(starts[:-1]), starts[-1], shares, own_shares, queued)  # type: ignore[call-arg]
