@@ -79,7 +79,7 @@ def _start(each: Experts, operands: Operands) -> Started:
         w = w.clone(memory_format=torch.contiguous_format)
     if x.data_ptr() % ALIGN or table.data_ptr() % ALIGN:
         x, table = aligned(x), aligned(table)
-    words, firsts = each.route_words, table
+    words, firsts = -(-each.route_words // ALIGN) * ALIGN, table
     routes = x.new_empty(words * (1 + each.of_tokens), dtype=torch.int32)
     moves: At = routes
     lists = sizes = held = None

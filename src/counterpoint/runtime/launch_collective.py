@@ -94,6 +94,8 @@ def collective_of(
         What runs it from a source into a target, of which the one that has all parts has
         [ranks * part] words. None: it is new while a graph is captured, or no kernel fits.
     """
+    if not part:
+        return nothing
     memory, ranks, key = fused_memory(workspace), workspace.group.size(), (name, part)
     if key in memory.launches:
         return memory.launches[key]
@@ -108,6 +110,10 @@ def collective_of(
             problem = str(error)
     memory.launches[key] = None if any(workspace.gather(problem)) else run
     return memory.launches[key]
+
+
+def nothing(target: Tensor, source: Tensor) -> None:
+    """A collective of no words."""
 
 
 def _alone(workspace: Workspace, name: str, part: int, awaited: Awaited) -> Run:
