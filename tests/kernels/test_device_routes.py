@@ -8,6 +8,7 @@ from routed_bodies import KINDS, differ, named, told_of
 
 from counterpoint.errors import UnsupportedError
 from counterpoint.runtime import launch_routes
+from counterpoint.runtime.counted import rows_here
 from counterpoint.runtime.device_routes import (
     Sizes,
     by_kernels,
@@ -117,3 +118,13 @@ def test_numbers_of_rows_go_to_their_entries(rank: int, ranks: int):
         want[entries[entries < 1001].long()] = each[entries < 1001]
         launch_routes.name_entries(sent, entries, each)
         assert torch.equal(sent, want)
+
+
+@on_ranks(1)
+def test_rows_here_end_where_there_is_room(rank: int, ranks: int):
+    counts = torch.randint(0, 9, (4, 12))
+    for own, room in ((0, 10_000), (3, 20)):
+        rows, ends = torch.empty(3, dtype=torch.int64), torch.empty(3, dtype=torch.int32)
+        launch_routes.rows_into(rows, ends, counts, own, room)
+        want = rows_here(counts, own, 4, room)  # on a CPU by torch
+        assert torch.equal(rows, want.rows) and torch.equal(ends, want.ends)

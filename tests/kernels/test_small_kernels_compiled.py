@@ -177,7 +177,8 @@ def test_gradients_of_tables(writes: str):
     assert "ld.global.v4.b32" in found.ptx and re.search(r"st\.global\.v\d\.b32", found.ptx)
 
 
-ROUTE_KERNELS = "tell_experts", "tally_tokens", "place_tokens", "place_pairs", "name_entries"
+ROUTE_KERNELS = ("tell_experts", "tally_tokens", "place_tokens", "place_pairs", "name_entries",
+                 "rows_here")  # fmt: skip
 SHARES = (8, 256, 8), (2, 512, 16)  # ranks, experts, experts of a token
 
 
@@ -195,10 +196,13 @@ def test_routes_are_found_in_registers(capability: int, sizes: tuple[int, int, i
     fixed = launch_routes.fixed_of(*shares, ranks, experts, top)
     told = (("TOP", top), ("E", experts), ("BLOCK", launch_routes.BLOCK))
     entries = (("BLOCK", launch_routes.BLOCK),)
-    known = dict(zip(ROUTE_KERNELS, (told, *fixed, entries), strict=True))[name]
+    here = (("E", experts), ("LOCAL", experts // ranks), ("LOCALS", experts // ranks))
+    known = dict(zip(ROUTE_KERNELS, (told, *fixed, entries, here), strict=True))[name]
     kinds = {"i64": "counts table", "i32": "weights rows"}
     if name == "tell_experts":
         kinds = {"bf16": "weights"}
+    if name == "rows_here":
+        kinds = {"i64": "counts rows"}
     if name == "name_entries":
         kinds = {"fp32": "sent each"}
     given = {"dtype": "i32", "pointers": kinds,

@@ -72,7 +72,7 @@ def as_on_gpu(
     code.program, code.workspace, code.lanes = program, workspace, lanes
     code.tag, code.constants, code.ran = 0, {}, True
     code.spins = any(step.spins for step in program.plan.steps)
-    code.replayable = len(program.steps) > 1
+    code.replayable, code.sized, code.temporaries = len(program.steps) > 1, False, []
     code.plain = None
     if not code.replayable:
         code.plain = [prepare(Site(program.steps[0], Places(workspace, program.plan), 0))]

@@ -82,6 +82,7 @@ class Experts:
         self.half_rows = -(-self.rows.half_bytes // row_bytes)
         self.half_bytes = self.rows.half_bytes if self.combines else self.half_rows * row_bytes
         self.route_words = num_words(self.experts, p.ranks)
+        self.words = -(-self.route_words // ALIGN) * ALIGN
         self.options = {"num_warps": self.tile.num_warps, "num_stages": self.tile.stages}
         self.table: Tensor | None = None
         if p.counts == "equal":

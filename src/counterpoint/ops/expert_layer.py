@@ -230,7 +230,10 @@ class _Through(torch.autograd.Function):
         dy, saved = grads[0], ctx.saved_tensors
         if dy is None:
             return (None,) * 7
-        dx, droute, dgate_up, ddown = _Gradient.apply(ctx.given, dy, *saved)  # type: ignore[misc]
+        if torch.is_grad_enabled():
+            dx, droute, dgate_up, ddown = _Gradient.apply(ctx.given, dy, *saved)  # type: ignore[misc]
+        else:
+            dx, droute, dgate_up, ddown = _gradient(ctx.given, dy, saved)
         if ctx.dtype is None:
             return None, dx, droute, None, None, dgate_up, ddown
         droute = None if droute is None else droute.to(ctx.dtype)
@@ -242,12 +245,16 @@ class _Gradient(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, given: Any, dy: Tensor, *saved: Any) -> Grads:
-        layer, needs, calls, renormalize = given
-        return layer.backward(dy, Kept(*saved), needs, calls, renormalize)
+        return _gradient(given, dy, saved)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> NoReturn:
         refuse_double(ctx)
+
+
+def _gradient(given: Any, dy: Tensor, saved: tuple[Any, ...]) -> Grads:
+    layer, needs, calls, renormalize = given
+    return layer.backward(dy, Kept(*saved), needs, calls, renormalize)
 
 
 def through(

@@ -5,6 +5,7 @@ that the host need not know, and what has come is copied out of symmetric memory
 """
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -40,9 +41,18 @@ from counterpoint.problem import Problem
 from counterpoint.runtime import compute, routed
 from counterpoint.runtime.counted import DISPATCH
 from counterpoint.runtime.device_routes import Sizes, on_host
-from counterpoint.runtime.launch import ALIGN, At, Grid, Launch, Site, at, register
+from counterpoint.runtime.launch import ALIGN, At, Grid, Launch, Site, at, register, temporaries
 from counterpoint.runtime.routes import LISTS
 from counterpoint.runtime.workspace import Action, Operands, Places
+
+
+def _temporaries(each: Experts, operands: Operands) -> Operands:
+    """Memory for routes, and of tokens for the products that are summed."""
+    x = operands["x"]
+    found = {"words": x.new_empty(each.words * (1 + each.of_tokens), dtype=torch.int32)}
+    if each.combines and each.of_tokens:
+        found["product"] = x.new_empty(x.shape[0], each.p.n)
+    return found
 
 
 def _start(each: Experts, operands: Operands) -> Started:
@@ -51,6 +61,8 @@ def _start(each: Experts, operands: Operands) -> Started:
     Raises:
         InputError: counts are on the host, and a graph is being captured.
     """
+    if "words" not in operands:
+        operands.update(_temporaries(each, operands))
     x, w, p = operands["x"], operands["w"], each.p
     table = each.table if p.counts == "equal" else operands[COUNTS]
     assert table is not None
@@ -79,8 +91,7 @@ def _start(each: Experts, operands: Operands) -> Started:
         w = w.clone(memory_format=torch.contiguous_format)
     if x.data_ptr() % ALIGN or table.data_ptr() % ALIGN:
         x, table = aligned(x), aligned(table)
-    words, firsts = -(-each.route_words // ALIGN) * ALIGN, table
-    routes = x.new_empty(words * (1 + each.of_tokens), dtype=torch.int32)
+    words, firsts, routes = each.words, table, operands["words"]
     moves: At = routes
     lists = sizes = held = None
     if each.of_tokens:
@@ -153,6 +164,7 @@ def dispatch(site: Site) -> Action:
             launches.append((collect, given))
         Launch.in_a_row(launches)
 
+    temporaries[run] = partial(_temporaries, each)
     return run
 
 
@@ -190,11 +202,12 @@ def combine(site: Site) -> Action:
         if add is not None and add.data_ptr() % ALIGN:
             add = add.clone()
         w_desc = TensorDescriptor.from_tensor(w.transpose(1, 2) if columns else w, blocks[columns])
-        product = x.new_empty(limit, p.n) if each.of_tokens else y
+        product = operands["product"] if each.of_tokens else y
         products = (x_desc, w_desc, x if add is None else add, product, routes, x.shape[0], limit)
         launches.append((multiply[columns, add is not None], products))
         Launch.in_a_row(launches + behind(started, operands, product))
 
+    temporaries[run] = partial(_temporaries, each)
     return run
 
 

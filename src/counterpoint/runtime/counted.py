@@ -4,6 +4,7 @@ They are laid out on the host, so the table is there. How rows lie: rows_of_expe
 """
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +15,8 @@ from counterpoint.errors import InputError
 from counterpoint.plan.bind import BoundStep, Box
 from counterpoint.plan.peers import Chunk
 from counterpoint.plan.steps import COUNTS
+from counterpoint.runtime.device_limits import refused_on
+from counterpoint.runtime.launch_routes import rows_into
 from counterpoint.runtime.library import Library
 from counterpoint.runtime.routed import boxes as routed_boxes
 from counterpoint.runtime.rows_of_experts import DISPATCH, Rows, expert_of, rows_in
@@ -204,7 +207,18 @@ def grouped(x: Tensor, k: int, n: int) -> bool:
     """Whether the library has one kernel for all experts: bf16 on Hopper and later, of 16 bytes."""
     if _GROUPED is None or not x.is_cuda or x.dtype != torch.bfloat16 or (k | n) % 8:
         return False
-    return k * n > 0 and torch.cuda.get_device_capability(x.device) >= (9, 0)
+    return k * n > 0 and _is_hopper_or_later(x.device)
+
+
+@cache
+def _is_after_hopper(device: torch.device) -> bool:
+    """There an expert without rows gets another's numbers: pytorch issue 172439."""
+    return torch.cuda.get_device_capability(device) != (9, 0)
+
+
+@cache
+def _is_hopper_or_later(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 class Here(NamedTuple):
@@ -216,6 +230,11 @@ class Here(NamedTuple):
 
 def rows_here(counts: Tensor, rank: int, ranks: int, room: int) -> Here:
     """Of counts [ranks, E]: where they are more than room, a kernel has dropped the rest."""
+    if counts.is_cuda and not refused_on(counts.device):
+        rows = counts.new_empty(counts.shape[1] // ranks)
+        ends = rows.new_empty(rows.shape, dtype=torch.int32)
+        rows_into(rows, ends, counts.long(), rank, room)
+        return Here(rows, ends)
     rows = counts.view(ranks, ranks, -1)[:, rank].sum(0)
     return Here(rows, rows.cumsum(0, dtype=torch.int32).clamp_max(room))
 
@@ -226,9 +245,9 @@ def weight_gradient(x: Tensor, dy: Tensor, here: Here) -> Tensor | None:
         return None
     assert _GROUPED is not None
     experts = here.rows
-    dw = _GROUPED(x.contiguous().t(), dy.contiguous(), offs=_on_device(here.ends, x))
-    # pytorch issue 172439: on Blackwell an expert without rows gets another's numbers
-    if torch.cuda.get_device_capability(x.device) != (9, 0):
+    ends = here.ends if here.ends.device == x.device else _on_device(here.ends, x)
+    dw = _GROUPED(x.contiguous().t(), dy.contiguous(), offs=ends)
+    if _is_after_hopper(x.device):
         none: Any = (experts == 0).to(x.device, non_blocking=True)
         dw.masked_fill_(none[:, None, None], 0)
     return dw

@@ -44,13 +44,14 @@ from counterpoint.runtime.capacity import drop_least
 from counterpoint.runtime.device_limits import refused_on
 from counterpoint.runtime.find_routes import first_experts, positions
 from counterpoint.runtime.launch import At, at
-from counterpoint.runtime.launch_collective import collective_of
+from counterpoint.runtime.launch_collective import Run, collective_of, replayed
 from counterpoint.runtime.library import library_of
 from counterpoint.runtime.notice_board import Awaited
 from counterpoint.runtime.routes import NONE, Blocks, Routes
 from counterpoint.runtime.workspace import Workspace
 
 OP = "exchange_routes"
+GATHERED = Awaited(OP, "gather lists of experts", OP)
 ALIGN = 4  # numbers of 4 bytes
 
 
@@ -212,16 +213,13 @@ def find(
     Returns:
         Routes, and how many rows each rank has dropped, int64 [ranks]; empty where none may be.
     """
+    if kernels and not drops:
+        found = _in_one(workspace, sizes, experts, weights, num_experts)
+        return found, experts.new_empty(0, dtype=torch.int64)
     told = experts.new_empty(sizes.tokens, 2 * sizes.top, dtype=torch.int32)
     (launch_routes.tell_into if kernels else tell_into)(told, experts, weights, num_experts)
     every = told.new_empty(sizes.ranks * sizes.tokens, 2 * sizes.top)
-    awaited = Awaited(OP, "gather lists of experts", OP)
-    part = sizes.tokens * 2 * sizes.top
-    gather = collective_of(workspace, "all_gather", part, awaited) if kernels else None
-    if gather is None:
-        library_of(workspace, awaited).all_gather(every.view(-1), told.view(-1))
-    else:
-        gather(every, told)
+    library_of(workspace, GATHERED).all_gather(every.view(-1), told.view(-1))
     dropped = every.new_empty(0, dtype=torch.int64)
     if drops:
         dropped = drop_least(every, sizes.ranks, num_experts, sizes.max_rows)
@@ -230,6 +228,38 @@ def find(
     ids, each = every[:, : sizes.top].long(), every[:, sizes.top :].contiguous()
     each = each.view(torch.float32)
     return found_by(workspace.rank, sizes, ids, each, num_experts), dropped
+
+
+def _in_one(
+    workspace: Workspace, sizes: Sizes, experts: Tensor, weights: Tensor, num_experts: int
+) -> Found:
+    """By kernels alone; a call whose addresses repeat is one launch: see replay.py."""
+    told = experts.new_empty(sizes.tokens, 2 * sizes.top, dtype=torch.int32)
+    every = told.new_empty(sizes.ranks * sizes.tokens, 2 * sizes.top)
+    gather = collective_of(workspace, "all_gather", told.numel(), GATHERED)
+    found = _new(sizes, every, num_experts)
+    given = launch_routes.Given(*found, sizes.at(found.lists)[:5], every)
+    memory = every.new_empty(launch_routes.words_of(given))
+
+    def enqueue(stream: object = None) -> None:
+        launch_routes.tell_into(told, experts, weights, num_experts)
+        if gather is None:
+            library_of(workspace, GATHERED).all_gather(every.view(-1), told.view(-1))
+        else:
+            gather(every, told)
+        launch_routes.routes_into(given, workspace.rank, sizes.received, memory)
+
+    tensors = experts, weights, told, every, memory, *found
+    key = OP, sizes, num_experts, experts.dtype, weights.dtype, *map(Tensor.data_ptr, tensors)
+    if gather is None or not replayed(workspace, key, enqueue):
+        enqueue()
+    return found
+
+
+def _new(sizes: Sizes, every: Tensor, num_experts: int) -> Found:
+    each = every.new_empty(sizes.max_rows, dtype=torch.float32)
+    counts, table = (every.new_empty(sizes.ranks, num_experts, dtype=torch.int64) for _ in range(2))
+    return Found(each, counts, table, every.new_empty(sizes.starts[-1]))
 
 
 def tell_into(told: Tensor, experts: Tensor, weights: Tensor, num_experts: int) -> None:
@@ -243,12 +273,11 @@ def tell_into(told: Tensor, experts: Tensor, weights: Tensor, num_experts: int) 
 
 def found_by_kernels(rank: int, sizes: Sizes, every: Tensor, num_experts: int) -> Found:
     """As `found_by` on one island, from what all ranks have told."""
-    each = every.new_empty(sizes.max_rows, dtype=torch.float32)
-    counts, table = (every.new_empty(sizes.ranks, num_experts, dtype=torch.int64) for _ in range(2))
-    lists = every.new_empty(sizes.starts[-1])
-    given = launch_routes.Given(each, counts, table, lists, sizes.at(lists)[:5], every)
-    launch_routes.routes_into(given, rank, sizes.received)
-    return Found(each, counts, table, lists)
+    found = _new(sizes, every, num_experts)
+    given = launch_routes.Given(*found, sizes.at(found.lists)[:5], every)
+    memory = every.new_empty(launch_routes.words_of(given))
+    launch_routes.routes_into(given, rank, sizes.received, memory)
+    return found
 
 
 def found_by(rank: int, sizes: Sizes, ids: Tensor, weights: Tensor, num_experts: int) -> Found:
@@ -343,19 +372,34 @@ def weights_back(workspace: Workspace, lists: Tensor, each: Tensor, sizes: Sizes
     """
     tokens, top, ranks, *_ = sizes
     awaited, part = Awaited(OP, "send gradients of weights", OP), tokens * top
-    sent = each.new_zeros(ranks * part + 1)
     kernels = sizes.islands == 1 and each.is_cuda and not refused_on(each.device)
     scatter = collective_of(workspace, "reduce_scatter", part, awaited) if kernels else None
     if scatter is not None:
-        launch_routes.name_entries(sent, sizes.at(lists).entries, each)
-        found = each.new_empty(tokens, top)
-        scatter(found, sent)
-        return found
+        return _scattered(workspace, lists, each, sizes, scatter)
+    sent = each.new_zeros(ranks * part + 1)
     entries = sizes.lists(lists).entries
     sent[entries.clamp(max=len(sent) - 1).long()] = each
     found = each.new_empty(ranks, part)
     library_of(workspace, awaited).all_to_all(found.view(-1), sent[:-1])
     return found.sum(0).view(tokens, top)  # each is zero but on one rank
+
+
+def _scattered(
+    workspace: Workspace, lists: Tensor, each: Tensor, sizes: Sizes, scatter: Run
+) -> Tensor:
+    """As `weights_back`, by kernels."""
+    sent = each.new_empty(sizes.ranks * sizes.tokens * sizes.top)
+    found = each.new_empty(sizes.tokens, sizes.top)
+
+    def enqueue(stream: object = None) -> None:
+        sent.zero_()
+        launch_routes.name_entries(sent, sizes.at(lists).entries, each)
+        scatter(found, sent)
+
+    pointers = map(Tensor.data_ptr, (lists, each, sent, found))
+    if not replayed(workspace, (f"{OP} backward", sizes, *pointers), enqueue):
+        enqueue()
+    return found
 
 
 def on_host(rank: int, firsts: Tensor, lists: Tensor, sizes: Sizes) -> Routes:

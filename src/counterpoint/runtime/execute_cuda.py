@@ -27,7 +27,7 @@ from counterpoint.runtime import (
 )
 from counterpoint.runtime.compute import Calls
 from counterpoint.runtime.lanes_cuda import CudaLanes, awaited_by, lanes_of, profiling
-from counterpoint.runtime.launch import Site, fused_action
+from counterpoint.runtime.launch import Site, Temporaries, fused_action, temporaries
 from counterpoint.runtime.wire import wire_of
 from counterpoint.runtime.workspace import Action, Operands, Places, Workspace, refuse_capture
 
@@ -69,6 +69,8 @@ class CudaCode:
         self.opaque = any(s.kind == "opaque" for s in program.plan.steps)
         kept_out = kept_out or in_no_graph(program.plan)
         self.replayable = len(program.steps) > 1 and not kept_out
+        # of experts one step is several kernels; what no host knows is not laid out by it
+        self.sized = program.plan.problem.counts in ("device", "device_routed")
         self.spins = any(step.spins for step in program.plan.steps)  # a grid waits for its peers
         places = Places(workspace, program.plan)
         self.constants = places.constants
@@ -88,8 +90,13 @@ class CudaCode:
         # a plan of one lane without signals is a list of torch calls on the current stream
         signals = any(step.waits or step.posts for step in plan.steps)
         self.plain: list[Action] | None = None
+        self.temporaries: list[Temporaries] = []
         if not self.side and not signals:
             self.plain = [action for step in self.steps for action in step.actions]
+            known = (temporaries.get(action) for action in self.plain)
+            self.temporaries = [made for made in known if made is not None]
+            alone = self.sized and len(program.steps) == 1 and bool(self.temporaries)
+            self.replayable = self.replayable or alone
 
     def _compiled_steps(self, places: Places) -> list["_CudaStep"]:
         """All steps. Ranks meet behind them where a kernel waits for its peers.
@@ -118,6 +125,8 @@ class CudaCode:
         """See `execute.Code.run`."""
         capturing = torch.cuda.is_current_stream_capturing()
         traced = profiling()
+        for made in self.temporaries:
+            operands.update(made(operands))
         # calls of one group are in order whatever streams they are on
         if capturing:
             self.workspace.captured = True
@@ -130,6 +139,8 @@ class CudaCode:
             if self.replayable and not traced:
                 given = operands.values()
                 key = (self.tag, *map(Tensor.data_ptr, given), *map(Tensor.stride, given))
+                if self.sized:
+                    key += tuple(t.shape for t in given)
                 if self.lanes.replays.run(key, partial(self._enqueue, operands, capturing=True)):
                     return
         # in a capture always: a tile that fits these sizes may not be loaded yet

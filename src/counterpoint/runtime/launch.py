@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 import triton
@@ -227,6 +228,12 @@ class Site(NamedTuple):
     places: Places
     tag: int
     like: Operands | None = None
+
+
+# what a fused action writes and nobody reads after it, by name. It is made before the action runs,
+# as what is made while a graph is captured stays with the graph
+Temporaries = Callable[[Operands], Operands]
+temporaries: "WeakKeyDictionary[Action, Temporaries]" = WeakKeyDictionary()
 
 
 class Kernel(NamedTuple):

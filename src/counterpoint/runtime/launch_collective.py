@@ -1,6 +1,6 @@
 """All-gather, reduce-scatter and all-reduce in a kernel of ours: steps whose transport is words."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, Literal
 
 import torch
@@ -11,7 +11,7 @@ from counterpoint.errors import UnsupportedError
 from counterpoint.kernels.collectives import collective_kernel
 from counterpoint.plan.bind import BoundStep
 from counterpoint.runtime.fused import fused_memory
-from counterpoint.runtime.lanes_cuda import lanes_of
+from counterpoint.runtime.lanes_cuda import lanes_of, profiling
 from counterpoint.runtime.launch import Grid, Launch, aligned
 from counterpoint.runtime.notice_board import Awaited
 from counterpoint.runtime.workspace import Action, Operands, Places, Workspace
@@ -126,14 +126,28 @@ def _alone(workspace: Workspace, name: str, part: int, awaited: Awaited) -> Run:
     launch = _compiled(fixed, part, workspace, awaited.op)
 
     def run(target: Tensor, source: Tensor) -> None:
-        if torch.cuda.is_current_stream_capturing():
-            workspace.captured = True
-            lanes.follow_in_capture(spins=True)
-        else:
-            lanes.follow(spins=True)
         launch(source, target)
 
     return run
+
+
+def replayed(
+    workspace: Workspace, key: Hashable, enqueue: Callable[[torch.cuda.Stream], None]
+) -> bool:
+    """Replay or capture what kernels of ours do in no plan; False: `enqueue` is to be called.
+
+    It comes behind the calls of the group, whatever stream they are on.
+
+    Args:
+        key: all addresses that it reads and writes, and what else tells it from others.
+    """
+    lanes = lanes_of(workspace)
+    if torch.cuda.is_current_stream_capturing():
+        workspace.captured = True
+        lanes.follow_in_capture(spins=True)
+        return False
+    lanes.follow(spins=True)
+    return not profiling() and lanes.replays.run(key, enqueue)
 
 
 def words(tensor: Tensor) -> Tensor:

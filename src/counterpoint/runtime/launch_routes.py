@@ -105,6 +105,19 @@ def name_entries(sent: Tensor, entries: At, each: Tensor) -> None:
     launch_of(*known)(sent, entries, each, rows, sent.shape[0])
 
 
+def rows_into(rows: Tensor, ends: Tensor, counts: Tensor, rank: int, room: int) -> None:
+    """Rows of each expert here, and where they end.
+
+    Args:
+        rows: int64 [E_local]; and `ends` int32.
+        counts: int64 [ranks, E].
+    """
+    (ranks, every), local = counts.shape, rows.shape[0]
+    fixed = (("E", every), ("LOCAL", local), ("LOCALS", padded(local)))
+    kernel = kernels.rows_here_kernel
+    launch_alone(kernel, (counts, rows, ends), (ranks, rank, room), fixed, (1, 4), NAME)
+
+
 class Given(NamedTuple):
     """What the kernels write, `Found` of device_routes.py, and what they read."""
 
@@ -129,18 +142,21 @@ class _Known(NamedTuple):
     queued: int
 
 
-def routes_into(given: Given, rank: int, received: int) -> None:
+def words_of(given: Given) -> int:
+    """Numbers of 4 bytes that `routes_into` needs beside them."""
+    return _known_of(given).words
+
+
+def routes_into(given: Given, rank: int, received: int, memory: Tensor) -> None:
     """All that a rank knows of a call, in three kernels.
 
     Args:
         received: rows that come to it at most.
+        memory: int32 [`words_of`].
     """
     weights, counts, firsts, packed, lists, every = given
-    (ranks, experts), top = counts.shape, every.shape[1] // 2
+    known, (ranks, _) = _known_of(given), counts.shape
     tokens, (sent, rows, sums, y, entries) = every.shape[0] // ranks, lists
-    shape = ranks, experts, top, tokens
-    known = _known(shape, (packed.shape[0], weights.shape[0]), every.device)
-    memory = every.new_empty(known.words)
     pairs, tallied, queue, order, places, named = (at(memory, start) for start in known.starts)
     numbers = rank, tokens, *known.shares
     empty = packed.shape[0], weights.shape[0], known.queued
@@ -153,6 +169,13 @@ def routes_into(given: Given, rank: int, received: int) -> None:
         (known.pair, (every, counts, firsts, queue, order, places, rows, sums, entries, bits,
                       *numbers, weights.shape[0], received)),
     ))  # fmt: skip
+
+
+def _known_of(given: Given) -> "_Known":
+    weights, counts, _, packed, _, every = given
+    (ranks, experts), top = counts.shape, every.shape[1] // 2
+    shape = ranks, experts, top, every.shape[0] // ranks
+    return _known(shape, (packed.shape[0], weights.shape[0]), every.device)
 
 
 @lru_cache(maxsize=1024)
