@@ -47,7 +47,7 @@ from counterpoint.runtime.workspace import Action, Operands, Places
 
 
 def _temporaries(each: Experts, operands: Operands) -> Operands:
-    """Memory for routes, and of tokens for the products that are summed."""
+    """Memory for routes, and of tokens for the products that are summed, of a call to replay."""
     x = operands["x"]
     found = {"words": x.new_empty(each.words * (1 + each.of_tokens), dtype=torch.int32)}
     if each.combines and each.of_tokens:
@@ -61,8 +61,6 @@ def _start(each: Experts, operands: Operands) -> Started:
     Raises:
         InputError: counts are on the host, and a graph is being captured.
     """
-    if "words" not in operands:
-        operands.update(_temporaries(each, operands))
     x, w, p = operands["x"], operands["w"], each.p
     table = each.table if p.counts == "equal" else operands[COUNTS]
     assert table is not None
@@ -91,7 +89,9 @@ def _start(each: Experts, operands: Operands) -> Started:
         w = w.clone(memory_format=torch.contiguous_format)
     if x.data_ptr() % ALIGN or table.data_ptr() % ALIGN:
         x, table = aligned(x), aligned(table)
-    words, firsts, routes = each.words, table, operands["words"]
+    words, firsts, routes = each.words, table, operands.get("words")
+    if routes is None:
+        routes = x.new_empty(words * (1 + each.of_tokens), dtype=torch.int32)
     moves: At = routes
     lists = sizes = held = None
     if each.of_tokens:
@@ -202,7 +202,9 @@ def combine(site: Site) -> Action:
         if add is not None and add.data_ptr() % ALIGN:
             add = add.clone()
         w_desc = TensorDescriptor.from_tensor(w.transpose(1, 2) if columns else w, blocks[columns])
-        product = operands["product"] if each.of_tokens else y
+        product = operands.get("product") if each.of_tokens else y
+        if product is None:
+            product = x.new_empty(limit, p.n)
         products = (x_desc, w_desc, x if add is None else add, product, routes, x.shape[0], limit)
         launches.append((multiply[columns, add is not None], products))
         Launch.in_a_row(launches + behind(started, operands, product))

@@ -93,10 +93,10 @@ class CudaCode:
         self.temporaries: list[Temporaries] = []
         if not self.side and not signals:
             self.plain = [action for step in self.steps for action in step.actions]
-            known = (temporaries.get(action) for action in self.plain)
-            self.temporaries = [made for made in known if made is not None]
-            alone = self.sized and len(program.steps) == 1 and bool(self.temporaries)
-            self.replayable = self.replayable or alone
+            if self.sized and len(program.steps) == 1:
+                known = (temporaries.get(action) for action in self.plain)
+                self.temporaries = [made for made in known if made is not None]
+            self.replayable = self.replayable or bool(self.temporaries)
 
     def _compiled_steps(self, places: Places) -> list["_CudaStep"]:
         """All steps. Ranks meet behind them where a kernel waits for its peers.
