@@ -25,14 +25,9 @@ from benchmarks.tables import measured, us
 from counterpoint.measure.timing import relative_error
 from counterpoint.ops.activations import swiglu
 from counterpoint.ops.router import choose_experts, order_by_expert
-from counterpoint.runtime.device_routes import (
-    Found,
-    Sizes,
-    found_by,
-    found_by_kernels,
-    tell_into,
-)
+from counterpoint.runtime.device_routes import Found, Sizes, found_by
 from counterpoint.runtime.launch_routes import tell_into as tell_by_kernel
+from counterpoint.runtime.tell_routes import found_by_kernels, tell_into
 
 TOKENS = (256, 4096)  # of a rank
 ROOMS = (("1.25", 4), ("most", 2), ("most", 4))  # and ranks that share the experts

@@ -9,14 +9,9 @@ from routed_bodies import KINDS, differ, named, told_of
 from counterpoint.errors import UnsupportedError
 from counterpoint.runtime import launch_routes
 from counterpoint.runtime.counted import rows_here
-from counterpoint.runtime.device_routes import (
-    Sizes,
-    by_kernels,
-    found_by,
-    found_by_kernels,
-    tell_into,
-)
+from counterpoint.runtime.device_routes import Sizes, found_by
 from counterpoint.runtime.routes import NONE
+from counterpoint.runtime.tell_routes import by_kernels, found_by_kernels, tell_into
 
 # ranks, experts, experts of a token, tokens of a rank
 SHAPES = (

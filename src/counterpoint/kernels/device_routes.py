@@ -49,43 +49,6 @@ def tell_experts_kernel(
     tl.store(place + TOP, tl.where(wrong, NOT_A_NUMBER, weight), mask=live)
 
 
-@triton.jit(do_not_specialize=["rows", "end"])
-def name_entries_kernel(
-    sent_ptr,  # [end] fp32
-    entries_ptr,  # [rows] int32: where each row's number goes; those >= end go nowhere
-    each_ptr,  # [rows] fp32
-    rows,
-    end,
-    BLOCK: tl.constexpr,
-):
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    entry = tl.load(entries_ptr + at, mask=at < rows, other=end)
-    value = tl.load(each_ptr + at, mask=at < rows, other=0.0)
-    tl.store(sent_ptr + entry, value, mask=(at < rows) & (entry < end))
-
-
-@triton.jit(do_not_specialize=["ranks", "rank", "room"])
-def rows_here_kernel(
-    counts_ptr,  # [ranks, E] int64
-    rows_ptr,  # [LOCAL] int64: of each expert here
-    ends_ptr,  # [LOCAL] int32: where they end, and no more than room
-    ranks,
-    rank,
-    room,
-    E: tl.constexpr,
-    LOCAL: tl.constexpr,
-    LOCALS: tl.constexpr,  # >= LOCAL, a power of 2
-):
-    experts = tl.arange(0, LOCALS)
-    known = experts < LOCAL
-    rows = tl.zeros((LOCALS,), tl.int64)
-    for source in tl.range(0, ranks):
-        rows += tl.load(counts_ptr + source * E + rank * LOCAL + experts, mask=known, other=0)
-    tl.store(rows_ptr + experts, rows, mask=known)
-    ends = tl.minimum(tl.cumsum(rows, 0), room).to(tl.int32)
-    tl.store(ends_ptr + experts, ends, mask=known)
-
-
 @triton.jit
 def fill(ptr, count, value, program, programs, BLOCK: tl.constexpr):
     """`value` everywhere; this is one of some programs that share it."""

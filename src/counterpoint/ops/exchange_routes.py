@@ -16,8 +16,10 @@ from counterpoint.ops.agreement import agree, checking, left, note, note_known, 
 from counterpoint.ops.check import asked_of, check_dense, check_group, check_place, is_fake
 from counterpoint.ops.register import refuse_double, register
 from counterpoint.ranges import whole
-from counterpoint.runtime import device_routes
+from counterpoint.runtime import tell_routes
 from counterpoint.runtime.counted import rows_by_rank
+from counterpoint.runtime.device_routes import Found as Told
+from counterpoint.runtime.device_routes import Sizes
 from counterpoint.runtime.find_routes import ends_of, find_routes, weights_back
 from counterpoint.runtime.notice_board import Facts
 from counterpoint.runtime.ranks import group_of
@@ -221,7 +223,7 @@ class Room(NamedTuple):
 
 def on_device(
     workspace: Workspace, experts: Tensor, weights: Tensor, room: Room, asks: str
-) -> tuple[device_routes.Found, Tensor]:
+) -> tuple[Told, Tensor]:
     """Routes that no host reads, and the rows that each rank has dropped, empty where none may be.
 
     Args:
@@ -238,12 +240,12 @@ def on_device(
         more = {"tokens": str(tokens), "capacity": "drop" if drops else "error"}
         return _facts(top_k, num_experts, max_rows, asks) | more
 
-    sizes = device_routes.sizes_of(workspace, experts, max_rows)
+    sizes = tell_routes.sizes_of(workspace, experts, max_rows)
     dtypes = experts.dtype, weights.dtype
-    kernels = device_routes.by_kernels(sizes, num_experts, dtypes, experts.device)
+    kernels = tell_routes.by_kernels(sizes, num_experts, dtypes, experts.device)
     with workspace.board.whole():
         note_known((OP, tokens, top_k, room, asks), facts, workspace)
-        found = device_routes.find(
+        found = tell_routes.find(
             workspace, sizes, experts, weights, num_experts, drops, kernels
         )  # fmt: skip
         if experts.is_cpu or checking():
@@ -281,7 +283,7 @@ def _fake(
     dropped = experts.new_empty(group_size if drops else 0, dtype=torch.int64)
     if max_rows is not None:
         tokens, top = experts.shape
-        sizes = device_routes.Sizes(tokens, top, group_size, max_rows, islands)
+        sizes = Sizes(tokens, top, group_size, max_rows, islands)
         table = experts.new_empty(group_size, num_experts, dtype=torch.int64)
         firsts = table.new_empty(sizes.firsts_shape(num_experts))
         lists = experts.new_empty(sizes.starts[-1], dtype=torch.int32)
@@ -314,20 +316,18 @@ def _run_back(
 ) -> Tensor:  # fmt: skip
     workspace = workspace_of(group_of(group_name), each.device)
     if on_device:
-        sizes = device_routes.Sizes(tokens, top, group_size, len(each), workspace.islands.number)
+        sizes = Sizes(tokens, top, group_size, len(each), workspace.islands.number)
         return back_on_device(workspace, lists, each, sizes)
     with workspace.board.whole():
         workspace.board.note_op(f"{OP} backward")
         return weights_back(workspace, Found(blocks_in(numbers), lists), each)
 
 
-def back_on_device(
-    workspace: Workspace, lists: Tensor, each: Tensor, sizes: device_routes.Sizes
-) -> Tensor:
+def back_on_device(workspace: Workspace, lists: Tensor, each: Tensor, sizes: Sizes) -> Tensor:
     """Gradients of the weights of rows by expert, fp32 [max_rows], as those of tokens."""
     with workspace.board.whole():
         workspace.board.note_op(f"{OP} backward")
-        return device_routes.weights_back(workspace, lists, each, sizes)
+        return tell_routes.weights_back(workspace, lists, each, sizes)
 
 
 def _fake_back(

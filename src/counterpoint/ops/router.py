@@ -9,7 +9,7 @@ from counterpoint.kernels import router
 from counterpoint.ops.register import refuse_double_matmul, register
 from counterpoint.plan.fused_sum import padded
 from counterpoint.runtime.device_limits import refused_on
-from counterpoint.runtime.launch_alone import launch_alone
+from counterpoint.runtime.launch import launch_alone
 
 OPS: Any = torch.ops.counterpoint
 NAME = "router"  # in errors

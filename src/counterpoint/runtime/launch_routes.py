@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from counterpoint.kernels import device_routes as kernels
+from counterpoint.kernels import routes
 from counterpoint.plan.fused_sum import padded
 from counterpoint.runtime.device_limits import refused_on
-from counterpoint.runtime.launch import ALIGN, At, Launch, at
-from counterpoint.runtime.launch_alone import Fixed, launch_alone, launch_of
+from counterpoint.runtime.launch import ALIGN, At, Fixed, Launch, at, launch_alone, launch_of
 
 NAME = "exchange_routes"  # in errors
 MOST_EXPERTS = 1 << 10  # that a program holds
@@ -101,7 +101,7 @@ def name_entries(sent: Tensor, entries: At, each: Tensor) -> None:
     rows = each.shape[0]
     launched = max(1, -(-rows // BLOCK)), NUM_WARPS
     dtypes = torch.float32, torch.int32, torch.float32
-    known = kernels.name_entries_kernel, dtypes, 2, (("BLOCK", BLOCK),), launched, each.device, NAME
+    known = routes.name_entries_kernel, dtypes, 2, (("BLOCK", BLOCK),), launched, each.device, NAME
     launch_of(*known)(sent, entries, each, rows, sent.shape[0])
 
 
@@ -114,7 +114,7 @@ def rows_into(rows: Tensor, ends: Tensor, counts: Tensor, rank: int, room: int) 
     """
     (ranks, every), local = counts.shape, rows.shape[0]
     fixed = (("E", every), ("LOCAL", local), ("LOCALS", padded(local)))
-    kernel = kernels.rows_here_kernel
+    kernel = routes.rows_here_kernel
     launch_alone(kernel, (counts, rows, ends), (ranks, rank, room), fixed, (1, 4), NAME)
 
 
@@ -142,9 +142,17 @@ class _Known(NamedTuple):
     queued: int
 
 
-def words_of(given: Given) -> int:
-    """Numbers of 4 bytes that `routes_into` needs beside them."""
-    return _known_of(given).words
+Shape = tuple[int, int, int, int]  # ranks, experts, experts of a token, tokens of a rank
+
+
+def words_of(shape: Shape, lists: int, rows: int, device: torch.device) -> int:
+    """Numbers of 4 bytes that `routes_into` needs, beside what it writes.
+
+    Args:
+        lists: their numbers.
+        rows: by expert, of each rank.
+    """
+    return _known(shape, (lists, rows), device).words
 
 
 def routes_into(given: Given, rank: int, received: int, memory: Tensor) -> None:
@@ -155,7 +163,9 @@ def routes_into(given: Given, rank: int, received: int, memory: Tensor) -> None:
         memory: int32 [`words_of`].
     """
     weights, counts, firsts, packed, lists, every = given
-    known, (ranks, _) = _known_of(given), counts.shape
+    (ranks, experts), top = counts.shape, every.shape[1] // 2
+    shape = ranks, experts, top, every.shape[0] // ranks
+    known = _known(shape, (packed.shape[0], weights.shape[0]), every.device)
     tokens, (sent, rows, sums, y, entries) = every.shape[0] // ranks, lists
     pairs, tallied, queue, order, places, named = (at(memory, start) for start in known.starts)
     numbers = rank, tokens, *known.shares
@@ -171,20 +181,12 @@ def routes_into(given: Given, rank: int, received: int, memory: Tensor) -> None:
     ))  # fmt: skip
 
 
-def _known_of(given: Given) -> "_Known":
-    weights, counts, _, packed, _, every = given
-    (ranks, experts), top = counts.shape, every.shape[1] // 2
-    shape = ranks, experts, top, every.shape[0] // ranks
-    return _known(shape, (packed.shape[0], weights.shape[0]), every.device)
-
-
 @lru_cache(maxsize=1024)
 def _known(
-    shape: tuple[int, int, int, int], filled: tuple[int, int], device: torch.device
-) -> _Known:
+    shape: Shape, filled: tuple[int, int], device: torch.device
+) -> _Known:  # fmt: skip
     """
     Args:
-        shape: ranks, experts, experts of a token, and tokens of a rank.
         filled: numbers of the lists, and of the weights.
     """
     ranks, experts, top, tokens = shape
