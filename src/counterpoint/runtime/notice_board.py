@@ -56,7 +56,7 @@ LINE_BYTES = 8 * (NUMBERS + RING)
 BOARD_BYTES = LINE_BYTES + 2 * NOTE_BYTES + PAGE_BYTES
 MAX_FACTS = 4096  # calls that are known in words
 
-YIELDS = 20  # then sleep: ranks may outnumber cores
+YIELDS = 300  # some tenths of a millisecond, then sleep: ranks may outnumber cores
 SLEEP_S = 50e-6
 LOOK_EVERY_S = 0.02
 SAY_AFTER_S = 10.0  # who waits for whom; with a shorter bound at half of it
