@@ -19,9 +19,9 @@ HOUSE = ROOT / "src" / "counterpoint"
 CODE = {
     ".": 1607, "adapters": 2221, "choose": 557, "cli": 2134, "fsdp": 1888, "kernels": 2674,
     "measure": 2012, "model": 667, "nn": 928, "ops": 6454, "plan": 5573, "resources": 1413,
-    "runtime": 6604, "scale": 2598, "testing": 344,
+    "runtime": 6607, "scale": 2598, "testing": 344,
 }  # fmt: skip
-CODE_OF_BENCHMARKS = 12165
+CODE_OF_BENCHMARKS = 12281
 SLACK = 30  # lines by which a folder may be smaller than its ceiling before that is lowered
 MOST_FILES, MOST_LINES = 20, 400  # of a folder, and of a file
 # what is above: as it is, until it falls

@@ -19,6 +19,7 @@ from benchmarks import (
     embedding_gradient,
     epilogue,
     evaluate,
+    expert_calls,
     expert_layer,
     expert_tensors,
     experts,
@@ -70,6 +71,7 @@ CASES: dict[str, tuple[Benchmark, Case]] = {
     "evaluate": (evaluate.EVALUATE, overlap.case_of("all_gather_matmul", 64, 16, 32)),
     "few tokens": (decode_experts.DECODE_EXPERTS, decode_experts.case_of(SMALL, 5)),
     "one token": (decode_experts.DECODE_EXPERTS, decode_experts.case_of(SMALL, 1)),
+    "expert calls": (expert_calls.EXPERT_CALLS, expert_calls.case_of(SMALL, 5)),
 }  # fmt: skip
 ARMS = {
     "all_gather_matmul": {"compute", "communication", "serial", "auto", "plan serial"},
@@ -102,6 +104,7 @@ ARMS = {
     "evaluate": {"compute", "communication", "serial", "auto"},
     "few tokens": {*decode_experts.THEIRS, *decode_experts.OURS},
     "one token": {*decode_experts.THEIRS, *decode_experts.OURS},
+    "expert calls": {"default", "max_rows", "torch", expert_calls.PRODUCT},
 }  # fmt: skip
 
 MODELS = {

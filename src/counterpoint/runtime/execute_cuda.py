@@ -138,10 +138,14 @@ class CudaCode:
             # under a profiler step by step, so that it sees which step launched what
             if self.replayable and not traced:
                 given = operands.values()
-                key = (self.tag, *map(Tensor.data_ptr, given), *map(Tensor.stride, given))
+                pointers = tuple(map(Tensor.data_ptr, given))
+                key = (self.tag, *pointers, *map(Tensor.stride, given))
                 if self.sized:
                     key += tuple(t.shape for t in given)
-                if self.lanes.replays.run(key, partial(self._enqueue, operands, capturing=True)):
+                # tensors of nothing are made anew, which a graph would keep
+                whole = not self.sized or all(pointers)
+                enqueue = partial(self._enqueue, operands, capturing=True)
+                if whole and self.lanes.replays.run(key, enqueue):
                     return
         # in a capture always: a tile that fits these sizes may not be loaded yet
         with self._loading() if capturing or not self.ran else nullcontext():
