@@ -251,13 +251,19 @@ def routed_on_device(at: At) -> None:
     weights, experts = torch.rand(tokens, TOP), chosen("skewed", at.rank, RANKS, tokens)
     own = slice(at.rank * LOCAL, (at.rank + 1) * LOCAL)
     there = [t.to(at.device) for t in (x, ups[own], downs[own])]
+    given, exact = weights.to(at.device).requires_grad_(), weights.double().requires_grad_()
+    there[1].requires_grad_()
     routes = cp.exchange_routes(
-        experts.to(at.device), weights.to(at.device), num_experts=every, group=at.group,
+        experts.to(at.device), given, num_experts=every, group=at.group,
         max_rows=RANKS * tokens * TOP,
     )  # fmt: skip
     y = layer(*there, routes, "auto", at.group)
-    want = by_torch(x.double(), ups.double(), downs.double(), experts, weights.double())
-    check("experts by routes of the device", y, want)
+    want = by_torch(x.double(), ups.double(), downs.double(), experts, exact)
+    check("experts by routes of the device", y.detach(), want.detach())
+    ones = torch.ones_like(y)
+    got, _ = torch.autograd.grad(y, (given, there[1]), ones)
+    (dwant,) = torch.autograd.grad(want, exact, ones.double().cpu())
+    check("gradients of their weights", got, dwant)
 
 
 def gated(at: At) -> None:
@@ -390,7 +396,7 @@ CASES: dict[str, tuple[Callable[[At], None], tuple[str, ...]]] = {
                         "count_experts_kernel", "place_rows_kernel")),
     "routes of the device": (routed_on_device, (
         "send_sums_kernel", "tell_experts_kernel", "tally_tokens_kernel", "place_tokens_kernel",
-        "place_pairs_kernel",
+        "place_pairs_kernel", "name_entries_kernel", "rows_here_kernel",
     )),
     "activation": (activated, ("activation_kernel", "activation_gradient_kernel")),
     "SwiGLU": (gated, ()),
