@@ -158,3 +158,76 @@ def test_training_steps_of_llama(pool: RankPool, tmp_path: Path):
             ("all-gather", "lm_head", "no matmul reads it, but amax"),
         ]
         assert report.matched == 7 * LAYERS + 1
+
+
+EXPERTS, VOCABULARY = 4, 64
+
+
+def of_experts(folder: Path, kind: str, how: str, **sizes: int) -> Any:
+    """A small model of experts with random weights, as `ep_implementation` has it."""
+    import transformers  # type: ignore[import-not-found]
+    from transformers.distributed import DistributedConfig  # type: ignore[import-not-found]
+
+    import counterpoint.adapters.transformers  # pyright: ignore[reportUnusedImport]  # noqa: F401
+
+    common = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48,
+              "num_hidden_layers": LAYERS, "num_attention_heads": 4, "num_key_value_heads": 2,
+              "num_experts_per_tok": 2, "use_cache": False}  # fmt: skip
+    own = {
+        "Qwen3Moe": {"moe_intermediate_size": 24, "num_experts": EXPERTS, "head_dim": 8,
+                     "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
+        "Mixtral": {"num_local_experts": EXPERTS},
+        "GptOss": {"num_local_experts": EXPERTS, "head_dim": 8},
+    }[kind]  # fmt: skip
+    config = getattr(transformers, f"{kind}Config")(**common, **own)
+    where = folder / kind
+    if dist.get_rank() == 0 and not where.exists():
+        torch.manual_seed(0)
+        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(where)
+    dist.barrier()
+    plan = DistributedConfig(ep_size=dist.get_world_size(), ep_implementation=how, **sizes)
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        where, dtype=torch.float32, distributed_config=plan
+    )
+
+
+def trained_losses(model: nn.Module, seed: int) -> list[float]:
+    """Of some steps of AdamW, on tokens of this seed."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+    draw, found = torch.Generator().manual_seed(seed), list[float]()
+    for _ in range(4):
+        ids = torch.randint(VOCABULARY, (2, 9), generator=draw)
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(float(loss.detach()))
+    return found
+
+
+@pytest.mark.parametrize("way", ["fsdp", "fsdp, bf16", "tp"])
+@pytest.mark.parametrize("kind", ["Qwen3Moe", "Mixtral", "GptOss"])
+def test_experts_of_unmodified_models(pool: RankPool, tmp_path: Path, kind: str, way: str):
+    """By one word, they train as transformers' own all-to-all trains them."""
+    pool.run(_train_both, 2, tmp_path, kind, way)
+
+
+def _train_both(rank: int, ranks: int, folder: Path, kind: str, way: str) -> None:
+    with environment(rank, ranks):
+        from counterpoint.adapters.transformers import explain_experts
+
+        shared, sizes = way == "tp", {"fsdp_size": ranks, "fsdp_mixed_precision": "bf16" in way}
+        if shared:
+            sizes = {"tp_size": ranks}
+        seed = 5 if shared else 5 + rank  # ranks of a tensor-parallel group have one batch
+        want = trained_losses(of_experts(folder, kind, "all_to_all", **sizes), seed)
+        model = of_experts(folder, kind, "counterpoint", **sizes)
+        said = explain_experts(model).splitlines()
+        left = "transformers, since" if kind == "GptOss" else "counterpoint"
+        assert len(said) == LAYERS and all(f": {left}" in line for line in said), said
+        overlapped = None if shared else cp.overlap(model, trial_steps=0)
+        got = trained_losses(model, seed)
+        assert overlapped is None or "in place" in overlapped.explain()
+        assert want[0] != want[-1]
+        near = 2e-2 if "bf16" in way else 1e-5
+        torch.testing.assert_close(torch.tensor(got), torch.tensor(want), rtol=near, atol=near)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from counterpoint.errors import InputError
-from counterpoint.nn.expert_ways import Experts, Way, through, way_of
+from counterpoint.nn.expert_ways import Experts, Parameters, Way, through, way_of
 from counterpoint.nn.grouped import Grouped, no_view
 from counterpoint.ops import agreement, batch_invariant, call
 from counterpoint.ops.check import (
@@ -174,7 +174,13 @@ class ExpertParallelMLP(Grouped):
             PeerTimeoutError: a rank did not come.
         """
         route = Route(logits, experts, weights, renormalize)
-        key = None if agreement.checking() else self._key(x, route, top_k)
+        return self.through(x, route, top_k, (self.gate_up, self.down))
+
+    def through(
+        self, x: Tensor, route: Route, top_k: int | None, parameters: Parameters
+    ) -> Tensor:  # fmt: skip
+        """`forward` with parameters that another module has: gate_up and down of this rank."""
+        key = None if agreement.checking() else self._key(x, route, top_k, parameters)
         known = key is not None and key in self._known
         try:
             if not known:
@@ -182,14 +188,14 @@ class ExpertParallelMLP(Grouped):
         except InputError as error:  # hosts of peers may wait for this one
             raise agreement.refused(error, self.group, x) from None
         try:
-            if experts is not None:
-                self._check_ids(experts)
-                top_k = experts.shape[-1]
+            if route.experts is not None:
+                self._check_ids(route.experts)
+                top_k = route.experts.shape[-1]
             assert top_k is not None
             of = Experts(self.features, self.hidden, self.num_experts, top_k, self.group,
                          self.max_rows, self.capacity, self.plan, self._fits)  # fmt: skip
             way = self._known[key] if key is not None and known else None
-            y, self.dropped = through(of, x, route, (self.gate_up, self.down), way)
+            y, self.dropped = through(of, x, route, parameters, way)
             if key is not None and not known:
                 if len(self._known) >= MOST_KNOWN:
                     self._known.clear()
@@ -199,9 +205,11 @@ class ExpertParallelMLP(Grouped):
             raise
         return no_view(y)
 
-    def _key(self, x: Tensor, route: Route, top_k: int | None) -> tuple[object, ...] | None:
+    def _key(
+        self, x: Tensor, route: Route, top_k: int | None, parameters: Parameters
+    ) -> tuple[object, ...] | None:
         """What a call that nothing watches is known by; None: it goes by the operators."""
-        tensors = x, *route[:3], self.gate_up, self.down
+        tensors = x, *route[:3], *parameters
         key = call.key_of(self._get_name(), tensors, self.group, self.plan, None, 0, whole=True)
         if key is None or batch_invariant.depth:
             return None
