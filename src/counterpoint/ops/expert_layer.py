@@ -92,7 +92,6 @@ class ExpertLayer:
         self.sizes = Sizes(tokens, top_k, self.ranks, max_rows)
         self.rows = routed_experts.facts_of(self.sizes, every)
         self.room = exchange_routes.Room(every, max_rows, drops)
-        self.ready: dict[tuple[object, ...], call.Ready] = {}
 
     def forward(
         self, x: Tensor, route: Route, gate_up: Tensor, down: Tensor, needs: Needs
@@ -185,8 +184,9 @@ class ExpertLayer:
     ) -> list[Tensor]:
         """One of both operators; from the second time on as it is known."""
         x, w = call.present(tensors)[:2]
-        key = op, plan, keep, asks, w.shape, w.stride(), x.dtype
-        ready = self.ready.get(key)
+        # kept by the workspace, which forgets what points into memory that has gone
+        key = self, op, plan, keep, asks, w.shape, w.stride(), x.dtype
+        ready: call.Ready | None = self.workspace.known.get(key)
         if ready is not None:
             return ready(tensors, routed_experts.room_of(op, self.sizes))
         operator, group = routed_experts.operator_of(op, keep, asks), self.workspace.group
@@ -196,7 +196,7 @@ class ExpertLayer:
         spec = "fused" if family_of(plan) == "auto" else plan
         ready = call.known_call(operator, tensors, spec, self.rows, group)
         if ready is not None:
-            self.ready[key] = ready
+            self.workspace.know(key, ready)
         return results
 
     def _whole(self, of_tokens: Tensor, none: float) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 from counterpoint.errors import UnsupportedError
 from counterpoint.kernels.collectives import collective_kernel
 from counterpoint.plan.bind import BoundStep
+from counterpoint.runtime.device_limits import refused_in
 from counterpoint.runtime.fused import fused_memory
 from counterpoint.runtime.lanes_cuda import lanes_of, profiling
 from counterpoint.runtime.launch import Grid, Launch, aligned
@@ -94,6 +95,8 @@ def collective_of(
         What runs it from a source into a target, of which the one that has all parts has
         [ranks * part] words. None: it is new while a graph is captured, or no kernel fits.
     """
+    if workspace.device.type != "cuda":
+        return None
     if not part:
         return nothing
     memory, ranks, key = fused_memory(workspace), workspace.group.size(), (name, part)
@@ -101,7 +104,7 @@ def collective_of(
         return memory.launches[key]
     if torch.cuda.is_current_stream_capturing():
         return None
-    run, problem = None, f"{ranks} ranks" if ranks & ranks - 1 else ""
+    run, problem = None, f"{ranks} ranks" if ranks & ranks - 1 else refused_in(workspace)
     if not problem:
         memory.words.reserve(ranks * part * WORD_BYTES)
         try:
@@ -136,18 +139,22 @@ def replayed(
 ) -> bool:
     """Replay or capture what kernels of ours do in no plan; False: `enqueue` is to be called.
 
-    It comes behind the calls of the group, whatever stream they are on.
-
     Args:
         key: all addresses that it reads and writes, and what else tells it from others.
     """
-    lanes = lanes_of(workspace)
+    in_order(workspace)
+    if profiling() or torch.cuda.is_current_stream_capturing():
+        return False
+    return lanes_of(workspace).replays.run(key, enqueue)
+
+
+def in_order(workspace: Workspace) -> None:
+    """Let what follows come behind the calls of the group, whatever streams they are on."""
     if torch.cuda.is_current_stream_capturing():
         workspace.captured = True
-        lanes.follow_in_capture(spins=True)
-        return False
-    lanes.follow(spins=True)
-    return not profiling() and lanes.replays.run(key, enqueue)
+        lanes_of(workspace).follow_in_capture(spins=True)
+    else:
+        lanes_of(workspace).follow(spins=True)
 
 
 def words(tensor: Tensor) -> Tensor:

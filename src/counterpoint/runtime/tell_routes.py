@@ -13,9 +13,8 @@ from torch import Tensor
 from counterpoint.errors import UnsupportedError
 from counterpoint.runtime import launch_routes
 from counterpoint.runtime.capacity import drop_least
-from counterpoint.runtime.device_limits import refused_on
 from counterpoint.runtime.device_routes import OP, Found, Sizes, aligned, found_by, known_starts
-from counterpoint.runtime.launch_collective import Run, collective_of, replayed
+from counterpoint.runtime.launch_collective import Run, collective_of, in_order, replayed
 from counterpoint.runtime.library import library_of
 from counterpoint.runtime.notice_board import Awaited
 from counterpoint.runtime.routes import NONE
@@ -72,13 +71,20 @@ def find(
     Returns:
         Routes, and how many rows each rank has dropped, int64 [ranks]; empty where none may be.
     """
-    if kernels and not drops:
-        found = _in_one(workspace, sizes, experts, weights, num_experts)
+    # ranks take it all or none, also where kernels find routes on some of them alone
+    part = sizes.tokens * 2 * sizes.top
+    gather = collective_of(workspace, "all_gather", part, GATHERED) if sizes.islands == 1 else None
+    if gather is not None and kernels and not drops:
+        found = _in_one(workspace, sizes, experts, weights, num_experts, gather)
         return found, experts.new_empty(0, dtype=torch.int64)
     told = experts.new_empty(sizes.tokens, 2 * sizes.top, dtype=torch.int32)
     (launch_routes.tell_into if kernels else tell_into)(told, experts, weights, num_experts)
     every = told.new_empty(sizes.ranks * sizes.tokens, 2 * sizes.top)
-    library_of(workspace, GATHERED).all_gather(every.view(-1), told.view(-1))
+    if gather is None:
+        library_of(workspace, GATHERED).all_gather(every.view(-1), told.view(-1))
+    else:
+        in_order(workspace)
+        gather(every, told)
     dropped = every.new_empty(0, dtype=torch.int64)
     if drops:
         dropped = drop_least(every, sizes.ranks, num_experts, sizes.max_rows)
@@ -90,11 +96,11 @@ def find(
 
 
 def _in_one(
-    workspace: Workspace, sizes: Sizes, experts: Tensor, weights: Tensor, num_experts: int
-) -> Found:
+    workspace: Workspace, sizes: Sizes, experts: Tensor, weights: Tensor, num_experts: int,
+    gather: Run,
+) -> Found:  # fmt: skip
     """By kernels alone; a call whose addresses repeat is one launch: see replay.py."""
     part, ranks = sizes.tokens * 2 * sizes.top, sizes.ranks
-    gather = collective_of(workspace, "all_gather", part, GATHERED)
     found = _new(sizes, experts, num_experts)
     shape = ranks, num_experts, sizes.top, sizes.tokens
     words = launch_routes.words_of(shape, found.lists.shape[0], sizes.max_rows, experts.device)
@@ -105,16 +111,14 @@ def _in_one(
         told = memory[:part].view(-1, 2 * sizes.top)
         every = memory[starts[1] : starts[1] + ranks * part].view(-1, 2 * sizes.top)
         launch_routes.tell_into(told, experts, weights, num_experts)
-        if gather is None:
-            library_of(workspace, GATHERED).all_gather(every.view(-1), told.view(-1))
-        else:
-            gather(every, told)
+        gather(every, told)
         given = launch_routes.Given(*found, sizes.at(found.lists)[:5], every)
         launch_routes.routes_into(given, workspace.rank, sizes.received, memory[starts[2] :])
 
     tensors = experts, weights, memory, *found
-    key = OP, sizes, num_experts, experts.dtype, weights.dtype, *map(Tensor.data_ptr, tensors)
-    if gather is None or not replayed(workspace, key, enqueue):
+    lie = ((t.dtype, t.stride()) for t in (experts, weights))
+    key = OP, sizes, num_experts, *lie, *map(Tensor.data_ptr, tensors)
+    if not replayed(workspace, key, enqueue):
         enqueue()
     return found
 
@@ -154,8 +158,9 @@ def weights_back(workspace: Workspace, lists: Tensor, each: Tensor, sizes: Sizes
     """
     tokens, top, ranks, *_ = sizes
     awaited, part = Awaited(OP, "send gradients of weights", OP), tokens * top
-    kernels = sizes.islands == 1 and each.is_cuda and not refused_on(each.device)
-    scatter = collective_of(workspace, "reduce_scatter", part, awaited) if kernels else None
+    scatter = None
+    if sizes.islands == 1:
+        scatter = collective_of(workspace, "reduce_scatter", part, awaited)
     if scatter is not None:
         return _scattered(workspace, lists, each, sizes, scatter)
     sent = each.new_zeros(ranks * part + 1)
