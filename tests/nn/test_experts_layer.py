@@ -57,7 +57,7 @@ def test_results_and_gradients(
     found, calls = list[str](), list[int]()
     cases = [(kind, k, True) for kind in KINDS for k in (1, TOP_K)]
     cases += [("drawn", k, False) for k in (1, TOP_K, EXPERTS)]
-    (tokens, *inner), forward = shape, expert_layer.ExpertLayer.forward
+    (tokens, *inner), at_once = shape, expert_layer.through
     exchange = expert_ways.exchange_routes
     plan = plan.split()[0] if known == "device" else plan  # whose plans are without sizes
     routed = (islands > 1 and plan != "serial") or plan.startswith("routed")
@@ -72,7 +72,7 @@ def test_results_and_gradients(
     with (on_islands(rank, ranks // islands), by_torch(known),
           pytest.MonkeyPatch.context() as patch):  # fmt: skip
         patch.setattr(expert_ways, "exchange_routes", counted(exchange))
-        patch.setattr(expert_layer.ExpertLayer, "forward", counted(forward))
+        patch.setattr(expert_layer, "through", counted(at_once))
         room = None if known == "host" else ranks * prod(shape) * EXPERTS
         layer, plain = pair(FEATURES, HIDDEN, EXPERTS, dtype=dtype, max_rows=room, plan=plan)
         # a rank without tokens, where all may have other numbers

@@ -114,16 +114,23 @@ def through(
     return y.view(x.shape), dropped
 
 
-def way_of(of: Experts, x: Tensor) -> Way | None:
-    """The way of calls like one that has gone by the operators; None: they take it again."""
-    layer = _layer(of, x)
+def way_of(of: Experts, x: Tensor, parameters: Parameters) -> Way | None:
+    """The way of calls that nothing watches; None: by the operators, which refuse what is wrong.
+
+    It does not change from a first call to those behind it: a checkpoint makes both of one.
+    """
+    layer, casts = _layer(of, x), torch.is_autocast_enabled(x.device.type)
+    local = of.num_experts // of.group.size()
+    shapes = (local, 2 * of.hidden, of.features), (local, of.features, of.hidden)
+    for w, shape in zip(parameters, shapes, strict=True):
+        if w.shape != shape or w.device != x.device or not (casts or w.dtype == x.dtype):
+            return None
     if workspace_of(of.group, x.device).islands.number > 1:
         return None
     if layer is None:
         if of.max_rows is None or of.plan == "serial" or not _by_routes(of, x):
             return None
         layer = _facts(of, x)
-    casts = torch.is_autocast_enabled(x.device.type)
     plan = "fused" if of.plan == "fused" else "auto"
     return Way(layer, of.max_rows, of.capacity == "drop", plan, casts)
 

@@ -180,9 +180,9 @@ class ExpertParallelMLP(Grouped):
         self, x: Tensor, route: Route, top_k: int | None, parameters: Parameters
     ) -> Tensor:  # fmt: skip
         """`forward` with parameters that another module has: gate_up and down of this rank."""
-        key = None if agreement.checking() else self._key(x, route, top_k, parameters)
-        known = key is not None and key in self._known
         try:
+            key = None if agreement.checking() else self._key(x, route, top_k, parameters)
+            known = key is not None and key in self._known
             if not known:
                 top_k = self._check_given(x, route, top_k)
         except InputError as error:  # hosts of peers may wait for this one
@@ -194,21 +194,31 @@ class ExpertParallelMLP(Grouped):
             assert top_k is not None
             of = Experts(self.features, self.hidden, self.num_experts, top_k, self.group,
                          self.max_rows, self.capacity, self.plan, self._fits)  # fmt: skip
-            way = self._known[key] if key is not None and known else None
+            way = None
+            if key is not None:
+                way = self._known[key] if known else way_of(of, x, parameters)
             y, self.dropped = through(of, x, route, parameters, way)
             if key is not None and not known:
                 if len(self._known) >= MOST_KNOWN:
                     self._known.clear()
-                self._known[key] = way_of(of, x)
+                self._known[key] = way
         except BaseException as error:
             agreement.left(self._get_name(), error, self.group, x)
             raise
         return no_view(y)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_known": {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__({"_known": {}} | state)
+
     def _key(
         self, x: Tensor, route: Route, top_k: int | None, parameters: Parameters
     ) -> tuple[object, ...] | None:
         """What a call that nothing watches is known by; None: it goes by the operators."""
+        if not (top_k is None or type(top_k) is int) or type(route.renormalize) is not bool:
+            return None  # equal to what is right, perhaps, and still to be refused
         tensors = x, *route[:3], *parameters
         key = call.key_of(self._get_name(), tensors, self.group, self.plan, None, 0, whole=True)
         if key is None or batch_invariant.depth:

@@ -8,6 +8,7 @@ another one goes by the operators, as under a compiler or a mode of torch's.
 In shapes: T tokens, K experts of each, E experts of all ranks, D features, I hidden, R max_rows.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -21,11 +22,12 @@ from counterpoint.ops.plans import backward_plan, family_of
 from counterpoint.ops.register import its_backward, refuse_double
 from counterpoint.ops.weighted_rows import weigh
 from counterpoint.runtime.counted import Here, rows_here
-from counterpoint.runtime.device_routes import Sizes
+from counterpoint.runtime.device_routes import Found, Sizes
 from counterpoint.runtime.routes import NONE
 from counterpoint.runtime.workspace import Workspace
 
 Grads = tuple[Tensor | None, ...]
+Lists = tuple[Tensor, Tensor, Tensor]  # counts, firsts and lists of routes: see device_routes.py
 
 
 class Facts(NamedTuple):
@@ -48,40 +50,6 @@ class Route(NamedTuple):
     renormalize: bool
 
 
-class Needs(NamedTuple):
-    """Of what gradients are asked for: equal on all ranks."""
-
-    x: bool
-    route: bool  # logits, or weights
-    gate_up: bool
-    down: bool
-
-    @property
-    def products(self) -> bool:
-        return self.x or self.gate_up
-
-
-class Kept(NamedTuple):
-    """What a forward leaves for its backward."""
-
-    gate_up: Tensor  # [E_local, 2 I, D]
-    down: Tensor  # [E_local, D, I]
-    counts: Tensor  # see device_routes.py; so the next three
-    firsts: Tensor
-    lists: Tensor
-    each: Tensor
-    rows: Tensor | None  # [R, D], that came to the experts here
-    products: Tensor  # [R, 2 I]
-    hidden: Tensor  # [R, I]
-    logits: Tensor | None  # [T, E]
-    experts: Tensor  # [T, K], chosen by them
-    weights: Tensor  # [T, K], by logits fp32
-
-    @property
-    def routes(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.counts, self.firsts, self.lists
-
-
 class ExpertLayer:
     """The calls of layers of equal sizes over one group."""
 
@@ -93,94 +61,13 @@ class ExpertLayer:
         self.rows = routed_experts.facts_of(self.sizes, every)
         self.room = exchange_routes.Room(every, max_rows, drops)
 
-    def forward(
-        self, x: Tensor, route: Route, gate_up: Tensor, down: Tensor, needs: Needs
-    ) -> tuple[Tensor, Tensor, Kept, tuple[int, ...]]:
-        """y [T, D], how many rows were dropped, what a backward needs, and the calls' numbers."""
-        logits, experts, weights, renormalize = route
-        if logits is not None:
-            weights, experts = router.chosen(logits, self.facts.top_k, renormalize)
-        assert experts is not None and weights is not None
-        asks = "weights" if needs.route else ""
-        whole = self._whole(experts, NONE), self._whole(weights, 0.0)
-        found, dropped = exchange_routes.on_device(self.workspace, *whole, self.room, asks)
-        calls = [self.board.calls]
-        each, routes = found.weights, (found.counts, found.firsts, found.lists)
-        operands = self._whole(x, 0.0), gate_up.transpose(1, 2), *routes
-        asks = "x" if needs.x else ""
-        products, *rows = self._run(DISPATCH, operands, self.plan, needs.gate_up, asks)
-        calls.append(self.board.calls)
-        hidden = activations.activated_by(
-            products, None, activations.SWIGLU, found.counts, self.rank
-        )
-        asks = "some" if any(needs) else ""
-        operands = hidden, down.transpose(1, 2), *routes, each, None
-        (y,) = self._run(COMBINE, operands, self.plan, False, asks)
-        calls.append(self.board.calls)
-        kept = Kept(gate_up, down, *routes, each, rows[0] if rows else None, products, hidden,
-                    logits, experts, weights)  # fmt: skip
-        return y, dropped, kept, tuple(calls)
+    def find(self, experts: Tensor, weights: Tensor, asks: str) -> tuple[Found, Tensor]:
+        """Routes, and how many rows each rank has dropped."""
+        whole = self.whole(experts, NONE), self.whole(weights, 0.0)
+        return exchange_routes.on_device(self.workspace, *whole, self.room, asks)
 
-    def backward(
-        self, dy: Tensor, kept: Kept, needs: Needs, calls: tuple[int, ...], renormalize: bool
-    ) -> Grads:
-        """Of x [T, D], of logits or weights, of gate_up and of down."""
-        of_routes, of_dispatch, of_combine = ((self.board, number) for number in calls)
-        dx = droute = dgate_up = None
-        own = kept.weights.shape[0]
-        here = None
-        if needs.down or needs.gate_up:
-            here = rows_here(kept.counts, self.rank, self.ranks, self.facts.max_rows)
-        with its_backward(of_combine):
-            dhidden, deach, ddown = self._back_combine(dy, kept, needs, here)
-        if needs.products:
-            (dproducts,) = activations.gradients_by(
-                dhidden, kept.products, None, activations.SWIGLU, kept.counts, self.rank
-            )
-            del dhidden
-            with its_backward(of_dispatch):
-                dx, dgate_up = self._back_dispatch(dproducts, kept, needs, here)
-        if needs.route:
-            with its_backward(of_routes):
-                droute = exchange_routes.back_on_device(
-                    self.workspace, kept.lists, deach, self.sizes
-                )
-            droute = droute[:own]
-            if kept.logits is not None:
-                droute = router.chosen_gradient(
-                    droute, kept.weights, kept.experts, kept.logits, renormalize
-                )
-        return None if dx is None else dx[:own], droute, dgate_up, ddown
-
-    def _back_combine(
-        self, dy: Tensor, kept: Kept, needs: Needs, here: Here | None
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Of what is between the matmuls [R, I], of the weights of rows [R], and of down."""
-        operands = self._whole(dy, 0.0), kept.down, *kept.routes
-        plan, ddown = backward_plan(COMBINE, self.plan), None
-        dhidden, *drows = self._run(DISPATCH, operands, plan, needs.down, "")
-        deach = kept.each
-        if needs.products or needs.route:
-            dhidden, deach = weigh(dhidden, deach, kept.hidden, kept.counts, self.rank)
-        if here is not None and needs.down:
-            weighted, _ = weigh(drows[0], kept.each, None, kept.counts, self.rank)
-            ddown = gradient_of(weighted, kept.hidden, here)
-        return dhidden, deach, ddown
-
-    def _back_dispatch(
-        self, dproducts: Tensor, kept: Kept, needs: Needs, here: Here | None
-    ) -> Grads:
-        """Of x [T, D], and of gate_up."""
-        dx = dgate_up = None
-        if needs.x:
-            operands = dproducts, kept.gate_up, *kept.routes, None, None
-            (dx,) = self._run(COMBINE, operands, backward_plan(DISPATCH, self.plan), False, "")
-        if here is not None and kept.rows is not None:
-            dgate_up = gradient_of(dproducts, kept.rows, here)
-        return dx, dgate_up
-
-    def _run(
-        self, op: str, tensors: call.Tensors, plan: str, keep: bool, asks: str
+    def run(
+        self, op: str, tensors: call.Tensors, plan: str, keep: bool = False, asks: str = ""
     ) -> list[Tensor]:
         """One of both operators; from the second time on as it is known."""
         x, w = call.present(tensors)[:2]
@@ -199,85 +86,218 @@ class ExpertLayer:
             self.workspace.know(key, ready)
         return results
 
-    def _whole(self, of_tokens: Tensor, none: float) -> Tensor:
+    def here(self, counts: Tensor) -> Here:
+        """The rows of the experts here."""
+        return rows_here(counts, self.rank, self.ranks, self.facts.max_rows)
+
+    def whole(self, of_tokens: Tensor, none: float) -> Tensor:
         """As many as all ranks bring, without gaps."""
         missing = self.facts.tokens - of_tokens.shape[0]
         if missing:
             return F.pad(of_tokens, (0, 0, 0, missing), value=none)
         return of_tokens.contiguous()
 
+    def own(self, of_tokens: Tensor, number: int) -> Tensor:
+        """Those of this rank, in memory of their own."""
+        return of_tokens if number == self.facts.tokens else of_tokens[:number].clone()
 
-class _Through(torch.autograd.Function):
-    """A call of which gradients are asked for."""
 
-    @staticmethod
-    def forward(
-        ctx: Any, of: tuple[ExpertLayer, Needs, bool], x: Tensor, logits: Tensor | None,
-        experts: Tensor | None, weights: Tensor | None, gate_up: Tensor, down: Tensor,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        layer, needs, renormalize = of
-        route = Route(logits, experts, weights, renormalize)
-        y, dropped, kept, calls = layer.forward(x, route, gate_up, down, needs)
-        ctx.given = layer, needs, calls, renormalize
-        ctx.dtype = None if weights is None else weights.dtype
-        ctx.mark_non_differentiable(dropped)
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*kept)
-        return y, dropped
+class _Node(torch.autograd.Function):
+    """A call of the group, whose backward ranks tell by its number, and which has no gradient.
+
+    What is saved is read where the operators read it: a checkpoint recomputes there.
+    """
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        dy, saved = grads[0], ctx.saved_tensors
-        if dy is None:
-            return (None,) * 7
-        if torch.is_grad_enabled():
-            dx, droute, dgate_up, ddown = _Gradient.apply(ctx.given, dy, *saved)  # type: ignore[misc]
-        else:
-            dx, droute, dgate_up, ddown = _gradient(ctx.given, dy, saved)
-        if ctx.dtype is None:
-            return None, dx, droute, None, None, dgate_up, ddown
-        droute = None if droute is None else droute.to(ctx.dtype)
-        return None, dx, None, None, droute, dgate_up, ddown
+    def begun(ctx: Any, layer: ExpertLayer, needs: tuple[bool, ...], *saved: Tensor | None) -> None:
+        ctx.layer, ctx.needs, ctx.call = layer, needs, (layer.board, layer.board.calls)
+        ctx.save_for_backward(*saved)
+
+    @staticmethod
+    def back(ctx: Any, compute: Callable[..., Grads], dy: Tensor) -> Grads:
+        with its_backward(ctx.call):
+            given = compute, ctx.layer, ctx.needs, dy, *ctx.saved_tensors
+            if torch.is_grad_enabled():
+                return _Gradient.apply(*given)  # type: ignore[return-value]
+            return compute(*given[1:])
 
 
 class _Gradient(torch.autograd.Function):
     """A gradient that has none itself."""
 
     @staticmethod
-    def forward(ctx: Any, given: Any, dy: Tensor, *saved: Any) -> Grads:
-        return _gradient(given, dy, saved)
+    def forward(ctx: Any, compute: Callable[..., Grads], *given: Any) -> Grads:
+        return compute(*given)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> NoReturn:
         refuse_double(ctx)
 
 
-def _gradient(given: Any, dy: Tensor, saved: tuple[Any, ...]) -> Grads:
-    layer, needs, calls, renormalize = given
-    return layer.backward(dy, Kept(*saved), needs, calls, renormalize)
+class _Routes(_Node):
+    """From logits, or experts and weights, to routes and the weights of rows by expert."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, layer: ExpertLayer, renormalize: bool, logits: Tensor | None,
+        experts: Tensor | None, weights: Tensor | None,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        found, dropped, chosen = _found(layer, Route(logits, experts, weights, renormalize), True)
+        ctx.of_logits, ctx.renormalize = logits is not None, renormalize
+        ctx.number, ctx.dtype = chosen[0].shape[0], chosen[1].dtype
+        ctx.mark_non_differentiable(*found[1:], dropped)
+        of_logits = (*chosen, logits) if logits is not None else ()
+        _Node.begun(ctx, layer, (), found.lists, *of_logits)
+        return *found, dropped
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        def compute(
+            layer: ExpertLayer, _: object, deach: Tensor, lists: Tensor, *chosen: Tensor
+        ) -> Grads:
+            droute = exchange_routes.back_on_device(layer.workspace, lists, deach, layer.sizes)
+            droute = layer.own(droute, ctx.number)
+            if chosen:
+                experts, weights, logits = chosen
+                gradient = router.chosen_gradient
+                return (gradient(droute, weights, experts, logits, ctx.renormalize),)
+            return (droute.to(ctx.dtype),)
+
+        (droute,) = _Node.back(ctx, compute, grads[0].contiguous())
+        return None, None, *((droute, None, None) if ctx.of_logits else (None, None, droute))
+
+
+class _Dispatch(_Node):
+    """From tokens to the products of gate and up [R, 2 I]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, layer: ExpertLayer, x: Tensor, gate_up: Tensor, *lists: Tensor
+    ) -> Tensor:  # fmt: skip
+        needs = ctx.needs_input_grad[1], ctx.needs_input_grad[2]
+        products, *rows = _dispatched(layer, x, gate_up, lists, needs)
+        ctx.number = x.shape[0]
+        ctx.set_materialize_grads(False)
+        saved = gate_up if needs[0] else None, rows[0] if rows else None
+        _Node.begun(ctx, layer, needs, *saved, *lists)
+        return products
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        def compute(
+            layer: ExpertLayer, needs: tuple[bool, bool], dy: Tensor, gate_up: Tensor | None,
+            rows: Tensor | None, *lists: Tensor,
+        ) -> Grads:  # fmt: skip
+            dx = dgate_up = None
+            if needs[0]:
+                plan = backward_plan(DISPATCH, layer.plan)
+                (dx,) = layer.run(COMBINE, (dy, gate_up, *lists, None, None), plan)
+                dx = layer.own(dx, ctx.number)
+            if rows is not None:
+                dgate_up = gradient_of(dy, rows, layer.here(lists[0]))
+            return dx, dgate_up
+
+        if grads[0] is None:
+            return (None,) * 6
+        return None, *_Node.back(ctx, compute, grads[0].contiguous()), None, None, None
+
+
+class _Combine(_Node):
+    """From the products of gate and up to the weighted sums of tokens [T, D]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, layer: ExpertLayer, products: Tensor, each: Tensor, down: Tensor, *lists: Tensor
+    ) -> Tensor:
+        needs = ctx.needs_input_grad[1:4]
+        y, hidden = _combined(layer, products, each, down, lists, "some")
+        saved = products if needs[0] else None, hidden if any(needs) else None
+        _Node.begun(ctx, layer, needs, *saved, each, down, *lists)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        def compute(
+            layer: ExpertLayer, needs: tuple[bool, bool, bool], dy: Tensor,
+            products: Tensor | None, hidden: Tensor, each: Tensor, down: Tensor, *lists: Tensor,
+        ) -> Grads:  # fmt: skip
+            of_products, of_each, of_down = needs
+            counts, dproducts, ddown, deach = lists[0], None, None, None
+            plan, given = backward_plan(COMBINE, layer.plan), (layer.whole(dy, 0.0), down, *lists)
+            dhidden, *drows = layer.run(DISPATCH, given, plan, of_down)
+            if of_products or of_each:
+                dhidden, deach = weigh(dhidden, each, hidden, counts, layer.rank)
+            if of_down:
+                weighted, _ = weigh(drows[0], each, None, counts, layer.rank)
+                ddown = gradient_of(weighted, hidden, layer.here(counts))
+            if products is not None:
+                (dproducts,) = activations.gradients_by(
+                    dhidden, products, None, activations.SWIGLU, counts, layer.rank
+                )
+            return dproducts, deach if of_each else None, ddown
+
+        found = _Node.back(ctx, compute, grads[0].resolve_neg())
+        return None, *found, None, None, None
+
+
+def _found(layer: ExpertLayer, route: Route, asks: bool) -> tuple[Found, Tensor, Any]:
+    """Routes, dropped rows, and the experts and weights that were chosen."""
+    logits, experts, weights, renormalize = route
+    if logits is not None:
+        weights, experts = router.chosen(logits, layer.facts.top_k, renormalize)
+    assert experts is not None and weights is not None
+    return *layer.find(experts, weights, "weights" if asks else ""), (experts, weights)
+
+
+def _dispatched(
+    layer: ExpertLayer, x: Tensor, gate_up: Tensor, lists: Sequence[Tensor],
+    needs: tuple[bool, bool],
+) -> list[Tensor]:  # fmt: skip
+    """The products, and where gate_up needs a gradient the rows that came here."""
+    operands = layer.whole(x, 0.0), gate_up.transpose(1, 2), *lists
+    return layer.run(DISPATCH, operands, layer.plan, needs[1], "x" if needs[0] else "")
+
+
+def _combined(
+    layer: ExpertLayer, products: Tensor, each: Tensor, down: Tensor, lists: Sequence[Tensor],
+    asks: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The sums of tokens, and what is between the matmuls."""
+    hidden = activations.activated_by(products, None, activations.SWIGLU, lists[0], layer.rank)
+    operands = hidden, down.transpose(1, 2), *lists, each, None
+    (y,) = layer.run(COMBINE, operands, layer.plan, False, asks)
+    return y, hidden
 
 
 def through(
     layer: ExpertLayer, x: Tensor, route: Route, gate_up: Tensor, down: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The tokens x [T, D] through their experts, [T, D], and how many rows were dropped."""
-    logits, experts, weights, renormalize = route
-    number = x.shape[0]
-    if torch.is_grad_enabled():
-        of_route = weights if logits is None else logits
-        assert of_route is not None
-        needs = Needs(*(t.requires_grad for t in (x, of_route, gate_up, down)))
-        if any(needs):
-            given = x, logits, experts, weights, gate_up, down
-            of = layer, needs, renormalize
-            y, dropped = _Through.apply(of, *given)  # type: ignore[misc]
-            return (y if y.shape[0] == number else y[:number]), dropped
-    y, dropped, *_ = layer.forward(x, route, gate_up, down, Needs(False, False, False, False))
-    return (y if y.shape[0] == number else y[:number]), dropped
+    """The tokens x [T, D] through their experts, [T, D], and how many rows were dropped.
+
+    Gradients are those of three calls, as the operators have them: so each rank makes the same ones
+    in a backward that asks for some of them alone.
+    """
+    of_route, grads = (
+        route.weights if route.logits is None else route.logits,
+        torch.is_grad_enabled(),
+    )
+    if grads and of_route is not None and of_route.requires_grad:
+        each, *lists, dropped = _Routes.apply(layer, route.renormalize, *route[:3])  # type: ignore[misc]
+    else:
+        (each, *lists), dropped, _ = _found(layer, route, False)
+    if grads and (x.requires_grad or gate_up.requires_grad):
+        products: Any = _Dispatch.apply(layer, x, gate_up, *lists)
+    else:
+        products = _dispatched(layer, x, gate_up, lists, (False, False))[0]
+    if grads and any(t.requires_grad for t in (products, each, down)):
+        y: Any = _Combine.apply(layer, products, each, down, *lists)
+    else:
+        y, _ = _combined(layer, products, each, down, lists, "")
+    return (y if y.shape[0] == x.shape[0] else y[: x.shape[0]]), dropped
 
 
 def layer_of(workspace: Workspace, facts: Facts) -> ExpertLayer:
-    """The calls with these facts, made anew where the memory of the workspace has moved."""
+    """The calls with these facts."""
     key = ExpertLayer, facts
     found: ExpertLayer | None = workspace.known.get(key)
     if found is None:

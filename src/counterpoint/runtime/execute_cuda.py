@@ -141,7 +141,7 @@ class CudaCode:
                 pointers = tuple(map(Tensor.data_ptr, given))
                 key = (self.tag, *pointers, *map(Tensor.stride, given))
                 if self.sized:
-                    key += tuple(t.shape for t in given)
+                    key += tuple((t.shape, t.dtype) for t in given)
                 # tensors of nothing are made anew, which a graph would keep
                 whole = not self.sized or all(pointers)
                 enqueue = partial(self._enqueue, operands, capturing=True)

@@ -99,11 +99,12 @@ def collective_of(
         return None
     if not part:
         return nothing
-    memory, ranks, key = fused_memory(workspace), workspace.group.size(), (name, part)
-    if key in memory.launches:
-        return memory.launches[key]
+    ranks, key = workspace.group.size(), (name, part)
+    if workspace.fused is not None and key in workspace.fused.launches:
+        return workspace.fused.launches[key]
     if torch.cuda.is_current_stream_capturing():
         return None
+    memory = fused_memory(workspace)
     run, problem = None, f"{ranks} ranks" if ranks & ranks - 1 else refused_in(workspace)
     if not problem:
         memory.words.reserve(ranks * part * WORD_BYTES)

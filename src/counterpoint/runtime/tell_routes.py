@@ -14,6 +14,7 @@ from counterpoint.errors import UnsupportedError
 from counterpoint.runtime import launch_routes
 from counterpoint.runtime.capacity import drop_least
 from counterpoint.runtime.device_routes import OP, Found, Sizes, aligned, found_by, known_starts
+from counterpoint.runtime.launch import aligned as on_words
 from counterpoint.runtime.launch_collective import Run, collective_of, in_order, replayed
 from counterpoint.runtime.library import library_of
 from counterpoint.runtime.notice_board import Awaited
@@ -101,6 +102,7 @@ def _in_one(
 ) -> Found:  # fmt: skip
     """By kernels alone; a call whose addresses repeat is one launch: see replay.py."""
     part, ranks = sizes.tokens * 2 * sizes.top, sizes.ranks
+    experts, weights = experts.contiguous(), weights.contiguous()
     found = _new(sizes, experts, num_experts)
     shape = ranks, num_experts, sizes.top, sizes.tokens
     words = launch_routes.words_of(shape, found.lists.shape[0], sizes.max_rows, experts.device)
@@ -116,8 +118,7 @@ def _in_one(
         launch_routes.routes_into(given, workspace.rank, sizes.received, memory[starts[2] :])
 
     tensors = experts, weights, memory, *found
-    lie = ((t.dtype, t.stride()) for t in (experts, weights))
-    key = OP, sizes, num_experts, *lie, *map(Tensor.data_ptr, tensors)
+    key = OP, sizes, num_experts, experts.dtype, weights.dtype, *map(Tensor.data_ptr, tensors)
     if not replayed(workspace, key, enqueue):
         enqueue()
     return found
@@ -175,6 +176,7 @@ def _scattered(
     workspace: Workspace, lists: Tensor, each: Tensor, sizes: Sizes, scatter: Run
 ) -> Tensor:
     """As `weights_back`, by kernels."""
+    each = each if on_words(each) else each.clone()
     sent = each.new_empty(sizes.ranks * sizes.tokens * sizes.top)
     found = each.new_empty(sizes.tokens, sizes.top)
 
