@@ -179,7 +179,17 @@ class ExpertParallelMLP(Grouped):
     def through(
         self, x: Tensor, route: Route, top_k: int | None, parameters: Parameters
     ) -> Tensor:  # fmt: skip
-        """`forward` with parameters that another module has: gate_up and down of this rank."""
+        """`forward` with parameters that another module has, as adapters of frameworks call it.
+
+        Args:
+            x: as of `forward`, as are its tensors in `route`, and `top_k`.
+            route: logits, or else experts and weights; and `renormalize`.
+            top_k: with logits alone.
+            parameters: gate_up [E_local, 2 hidden, features] and down [E_local, features, hidden].
+
+        Raises:
+            InputError, PeerTimeoutError: as `forward`.
+        """
         try:
             key = None if agreement.checking() else self._key(x, route, top_k, parameters)
             known = key is not None and key in self._known
