@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+import triton
 from memories import memories, places_of
 from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources, PTXASError
@@ -385,3 +386,43 @@ def test_a_step_runs_by_its_kernel_on_gpus_and_by_its_reference_elsewhere(
     assert launch.fused_action(site) == "kernel"
     with pytest.raises(PlanError, match=r"step sum: no kernel 'other'"):
         launch.fused_action(site_of(kernel="other"))
+
+
+class Compiled:
+    """A kernel as Triton has compiled it: notes what is launched, and how."""
+
+    function, packed_metadata = "function", "metadata"
+
+    def __init__(self, **more: object) -> None:
+        self.calls: list[tuple[object, ...]] = []
+        found = {"launch": lambda *given: self.calls.append(given), "launch_cooperative_grid": 0,
+                 "launch_pdl": 1, "global_scratch_size": 0, "profile_scratch_size": 0}  # fmt: skip
+        self.run = SimpleNamespace(**{k: v for k, v in (found | more).items() if v is not None})
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *given, stream: self.calls.append(("plain", grid, given, stream))
+
+
+def test_tritons_launcher_is_called_without_hooks_where_it_is_known():
+    compiled = Compiled()
+    run = launch.launcher(compiled, 7)
+    run(3, 4, stream=9)
+    direct = (7, 1, 1, 9, "function", 0, 1, None, None, "metadata", None, None, None, 3, 4)
+    assert compiled.calls == [direct]
+    hooks: Any = triton.knobs.runtime.launch_enter_hook  # pyright: ignore[reportAttributeAccessIssue]
+    hooks.add(print)
+    try:
+        run(3, stream=9)
+    finally:
+        hooks.remove(print)
+    plain = ("plain", (7, 1, 1), (3,), 9)
+    assert compiled.calls == [direct, plain]
+    with pytest.MonkeyPatch.context() as patch:
+        for more in ({"profile_scratch_size": 8}, {"launch_pdl": None}):
+            other = Compiled(**more)
+            launch.launcher(other, 7)(3, stream=9)
+            assert other.calls == [plain]
+        patch.setattr(triton, "__version__", "3.8.0")
+        other = Compiled()
+        launch.launcher(other, 7)(3, stream=9)
+        assert other.calls == [plain]

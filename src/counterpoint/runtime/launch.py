@@ -31,6 +31,7 @@ from counterpoint.runtime.workspace import Action, Operands, Places
 RESERVED_SMS = 32  # left to collectives of other groups, should they be there
 ALIGN = 16  # bytes: what Triton compiles for, if an address is a multiple of it
 INTERPRETED: bool = triton.knobs.runtime.interpret  # pyright: ignore
+LAUNCHES_LIKE = "3.6."  # Triton whose launcher takes what `launcher` gives it
 INTERPRETED_BLOCKS = 2  # resident where a program runs after the other: most have several tiles
 
 
@@ -162,16 +163,15 @@ class Launch:
 def launcher(compiled: Any, programs: int) -> Callable[..., None]:
     """compiled[(programs, 1, 1)], without what Triton makes at each launch for hooks of nobody.
 
-    It takes half the host's time. What it calls is private to Triton: a feature test holds it, and
-    where a version has no such thing its own way is taken.
+    It takes half the host's time. What it calls is private to Triton: of versions that nobody has
+    tried, and of AMD's, its own way is taken.
     """
     plain, own = compiled[(programs, 1, 1)], getattr(compiled, "run", None)
     names = ("launch", "launch_cooperative_grid", "launch_pdl", "global_scratch_size",
              "profile_scratch_size")  # fmt: skip
-    knobs: Any = triton.knobs.runtime  # pyright: ignore
-    hooks = knobs.launch_enter_hook, knobs.launch_exit_hook
-    if not all([hasattr(own, name) for name in names] + [hasattr(h, "calls") for h in hooks]):
+    if not (triton.__version__.startswith(LAUNCHES_LIKE) and hasattr(own, "launch_pdl")):
         return plain
+    knobs: Any = triton.knobs.runtime  # pyright: ignore
     launch, *options, of_all, of_profile = (getattr(own, name) for name in names)
     if of_all or of_profile:  # memory that Triton takes for each launch
         return plain
