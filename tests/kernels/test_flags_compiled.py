@@ -15,6 +15,7 @@ from counterpoint.kernels.matmul_all_to_all import (
 )
 from counterpoint.kernels.routes import spoil_kernel
 from counterpoint.ops.embedding_kernels import Setting, settings_of
+from counterpoint.ops.expert_launches import block_of as blocks_of_weights
 from counterpoint.plan.families import build
 from counterpoint.plan.fused_experts import Sending, Tile, sending_of, tile_of
 from counterpoint.problem import Problem
@@ -38,16 +39,18 @@ PROXY = r"fence\.proxy\.async\.global"
 
 
 def experts(
-    tile: Tile, *, back: bool, ranks: int = 4, columns: bool = True, tokens: bool = False
-) -> Compiled:
+    tile: Tile, *, back: bool, ranks: int = 4, columns: bool = True, tokens: bool = False,
+    gated: bool = False,
+) -> Compiled:  # fmt: skip
     """As a launch on a Hopper would compile it; TMA is there from capability 90 on.
 
     Args:
         tokens: rows go by routes.
+        gated: gate and up are multiplied, and silu(gate) * up is stored.
     """
-    block = [tile.block_n, tile.block_k] if columns else [tile.block_k, tile.block_n]
     x = f"tensordesc<bf16[{tile.block_m}, {tile.block_k}]>"
-    types = {"w_desc": f"tensordesc<bf16[1, {block[0]}, {block[1]}]>"}
+    block = blocks_of_weights(tile, columns, gated)
+    types = {"w_desc": f"tensordesc<bf16{block}>"}
     way = Sending(parts=max(1, 32 // ranks))
     constants = {
         "WORLD": ranks, "EXPERTS": 32, "COLUMNS": columns, "BLOCK_M": tile.block_m,
@@ -57,12 +60,13 @@ def experts(
     if back:
         return code(
             matmul_all_to_all_kernel, types={"x_desc": x} | types,
-            sizes="N K half_bytes half_flags", HAS_ADD=False, LOCAL=tokens, **constants,
+            sizes="N K half_bytes half_flags", HAS_ADD=False, LOCAL=tokens, TURNS=tokens,
+            **constants,
         )  # fmt: skip
     return code(
         all_to_all_matmul_kernel, types={"received_desc": x} | types, sizes="N K words half_flags",
         SENDERS=way.senders, PARTS=way.parts, CHUNK=way.words, TOKEN_WORDS=4096 * tokens,
-        **constants,
+        GATED=gated, **constants,
     )  # fmt: skip
 
 
@@ -107,7 +111,8 @@ def test_experts_are_multiplied_by_tensor_cores(
     local, hidden, ffn = MODELS[model]
     k, n = (ffn, hidden) if back else (hidden, 2 * ffn)
     tile = tile_of(8 * tokens, k, n, local, combines=back)
-    found = experts(tile, back=back, ranks=ranks, columns=columns, tokens=by_routes)
+    gated = by_routes and not back
+    found = experts(tile, back=back, ranks=ranks, columns=columns, tokens=by_routes, gated=gated)
     assert found.spills <= (24 if back and ranks == 2 else 0)
     assert re.search(r"wgmma\.mma_async", found.ptx) and re.search(TMA, found.ptx)
     if by_routes:
@@ -122,7 +127,7 @@ def test_sums_are_sent_16_bytes_at_a_time():
     """And behind the last of them go the flags."""
     found = code(
         send_sums_kernel, pointers={"bf16": "product"}, sizes="N half_bytes half_flags", WORLD=8,
-        PAIRS=256, TOP=8, WEIGHTED=True, BLOCK_N=2048,
+        EXPERTS=32, TOP=8, WEIGHTED=True, BLOCK_N=2048,
     )  # fmt: skip
     stores, counted, releases = (lines_with(found.ptx, p) for p in (PAYLOAD, COUNTED, RELEASE))
     assert stores[-1] < counted[0] < releases[0] and found.spills == 0

@@ -21,6 +21,7 @@ row `half_rows`; flags [E_local, PARTS, WORLD].
 import triton
 import triton.language as tl
 
+from counterpoint.kernels.activation import activated
 from counterpoint.kernels.matmul_all_to_all import weight_tile
 from counterpoint.kernels.peer import end_of_call, next_epoch, peer_ptr, post, put, wait
 from counterpoint.kernels.proxy import through_tma
@@ -92,12 +93,38 @@ def parts_of(at_m, own_ptr, WORLD: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: t
     return (first < last) & (first < at_m + BLOCK_M) & (last > at_m)
 
 
-@triton.jit(do_not_specialize=["T", "limit", "room", "rank", "tag", "timeout_ns"])
+@triton.jit
+def store_gated(
+    acc, y_ptr, hidden_ptr, rows, live, at_n, N, keeps,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """silu(gate) * up of a tile whose columns are those of gate, then of up; of what is rounded.
+
+    Args:
+        at_n: the first of its columns of gate.
+        N: columns of gate, and of up.
+    """
+    X: tl.constexpr = hidden_ptr.dtype.element_ty
+    products = tl.permute(tl.reshape(acc.to(X), (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1))
+    gate, up = tl.split(products)
+    cols = at_n + tl.arange(0, BLOCK_N // 2)
+    live = live[:, None] & (cols < N)[None, :]
+    hidden = activated(gate.to(tl.float32), "silu") * up.to(tl.float32)
+    row = rows.to(tl.int64)[:, None]
+    tl.store(hidden_ptr + row * N + cols[None, :], hidden.to(X), live)
+    if keeps:
+        to = y_ptr + row * 2 * N + cols[None, :]
+        tl.store(to, gate, live)
+        tl.store(to + N, up, live)
+
+
+@triton.jit(do_not_specialize=["T", "limit", "room", "keeps", "rank", "tag", "timeout_ns"])
 def all_to_all_matmul_kernel(
     x_ptr,  # [T, K]
     received_desc,  # [rows of both halves, K], of this rank
-    w_desc,  # [E_local, N, K] where COLUMNS, else [E_local, K, N]
+    w_desc,  # [E_local, N, K] where COLUMNS, else [E_local, K, N]; GATED: [E_local, 2, N / 2, K]
     y_ptr,  # [limit, N]
+    hidden_ptr,  # [limit, N / 2], of GATED: silu(gate) * up, where gate and up are halves of y
     routes_ptr,  # see routes.py
     moves_ptr,  # the same of the rows that travel: of tokens by their first experts
     sent_ptr,  # [T] int32, of tokens: which one each row that is sent is
@@ -115,6 +142,7 @@ def all_to_all_matmul_kernel(
     half_flags,  # likewise, in flags
     limit,  # rows by expert that a rank can take
     room,  # received rows that it can take
+    keeps,  # of GATED: 1: y is wanted as well
     rank,
     tag,
     timeout_ns,
@@ -130,6 +158,7 @@ def all_to_all_matmul_kernel(
     GROUP_M: tl.constexpr,  # blocks of rows that share their columns of w in L2
     STAGES: tl.constexpr,
     TOKEN_WORDS: tl.constexpr,  # of a token, sent at a time; 0: x has a row for each expert
+    GATED: tl.constexpr,  # of tokens
 ):
     X: tl.constexpr = x_ptr.dtype.element_ty
     local = E // WORLD
@@ -192,7 +221,10 @@ def all_to_all_matmul_kernel(
                         live = (rows < end)[:, None] & (ks < K)[None, :]
                         # as peers have stored it: see `wait`
                         x = tl.load(from_ptr + ks[None, :], live, other=0, cache_modifier=".cg")
-                        w = weight_tile(w_desc, expert, k, at_n, COLUMNS, BLOCK_K, BLOCK_N)
+                        if GATED:
+                            w = w_desc.load([expert, 0, at_n // 2, k]).reshape(BLOCK_N, BLOCK_K).T
+                        else:
+                            w = weight_tile(w_desc, expert, k, at_n, COLUMNS, BLOCK_K, BLOCK_N)
                         acc = tl.dot(x, w, acc, input_precision="ieee")
                 else:
                     needed = works & parts_of(at_m, own_ptr, WORLD, PARTS, BLOCK_M)
@@ -206,10 +238,16 @@ def all_to_all_matmul_kernel(
                         w = weight_tile(w_desc, expert, k, at_n, COLUMNS, BLOCK_K, BLOCK_N)
                         x = received_desc.load([here, k])
                         acc = tl.dot(x, w, acc, input_precision="ieee")
-                cols = at_n + tl.arange(0, BLOCK_N)
-                to = y_ptr + rows.to(tl.int64)[:, None] * N + cols[None, :]
                 acc = tl.where(spoiled, float("nan"), acc)
-                tl.store(to, acc.to(X), (rows < end)[:, None] & (cols < N)[None, :])
+                if GATED:
+                    store_gated(
+                        acc, y_ptr, hidden_ptr, rows, rows < end, at_n // 2, N // 2, keeps, BLOCK_M,
+                        BLOCK_N,
+                    )  # fmt: skip
+                else:
+                    cols = at_n + tl.arange(0, BLOCK_N)
+                    to = y_ptr + rows.to(tl.int64)[:, None] * N + cols[None, :]
+                    tl.store(to, acc.to(X), (rows < end)[:, None] & (cols < N)[None, :])
             tile = tl.atomic_add(ticket_ptr, 1, sem="relaxed", scope="gpu")
 
     if program == programs - 1:

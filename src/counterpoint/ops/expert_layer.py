@@ -67,16 +67,18 @@ class ExpertLayer:
         return exchange_routes.on_device(self.workspace, *whole, self.room, asks)
 
     def run(
-        self, op: str, tensors: call.Tensors, plan: str, keep: bool = False, asks: str = ""
-    ) -> list[Tensor]:
+        self, op: str, tensors: call.Tensors, plan: str, keep: bool = False, asks: str = "",
+        gated: str = "",
+    ) -> list[Tensor]:  # fmt: skip
         """One of both operators; from the second time on as it is known."""
         x, w = call.present(tensors)[:2]
         # kept by the workspace, which forgets what points into memory that has gone
-        key = self, op, plan, keep, asks, w.shape, w.stride(), x.dtype
+        key = self, op, plan, keep, asks, gated, w.shape, w.stride(), x.dtype
         ready: call.Ready | None = self.workspace.known.get(key)
         if ready is not None:
             return ready(tensors, routed_experts.room_of(op, self.sizes))
-        operator, group = routed_experts.operator_of(op, keep, asks), self.workspace.group
+        operator = routed_experts.operator_of(op, keep, asks, gated)
+        group = self.workspace.group
         results = routed_experts.run_on_device(
             operator, tensors, plan, self.sizes, group.group_name
         )
@@ -168,19 +170,23 @@ class _Routes(_Node):
 
 
 class _Dispatch(_Node):
-    """From tokens to the products of gate and up [R, 2 I]."""
+    """From tokens to the products of gate and up [R, 2 I], and silu(gate) * up of these.
+
+    The gradient is that of the products: `_Combine` has that of both.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, layer: ExpertLayer, x: Tensor, gate_up: Tensor, *lists: Tensor
-    ) -> Tensor:  # fmt: skip
+    ) -> tuple[Tensor, Tensor]:
         needs = ctx.needs_input_grad[1], ctx.needs_input_grad[2]
-        products, *rows = _dispatched(layer, x, gate_up, lists, needs)
+        products, *rows, hidden = _dispatched(layer, x, gate_up, lists, needs)
         ctx.number = x.shape[0]
         ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(hidden)
         saved = gate_up if needs[0] else None, rows[0] if rows else None
         _Node.begun(ctx, layer, needs, *saved, *lists)
-        return products
+        return products, hidden
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
@@ -203,16 +209,17 @@ class _Dispatch(_Node):
 
 
 class _Combine(_Node):
-    """From the products of gate and up to the weighted sums of tokens [T, D]."""
+    """From silu(gate) * up to the weighted sums of tokens [T, D]."""
 
     @staticmethod
     def forward(
-        ctx: Any, layer: ExpertLayer, products: Tensor, each: Tensor, down: Tensor, *lists: Tensor
-    ) -> Tensor:
-        needs = ctx.needs_input_grad[1:4]
-        y, hidden = _combined(layer, products, each, down, lists, "some")
-        saved = products if needs[0] else None, hidden if any(needs) else None
-        _Node.begun(ctx, layer, needs, *saved, each, down, *lists)
+        ctx: Any, layer: ExpertLayer, products: Tensor, hidden: Tensor, each: Tensor, down: Tensor,
+        *lists: Tensor,
+    ) -> Tensor:  # fmt: skip
+        of_products, _, *others = ctx.needs_input_grad[1:5]
+        y = _combined(layer, hidden, each, down, lists, "some")
+        saved = products if of_products else None, hidden
+        _Node.begun(ctx, layer, (of_products, *others), *saved, each, down, *lists)
         return y
 
     @staticmethod
@@ -236,8 +243,8 @@ class _Combine(_Node):
                 )
             return dproducts, deach if of_each else None, ddown
 
-        found = _Node.back(ctx, compute, grads[0].resolve_neg())
-        return None, *found, None, None, None
+        dproducts, *found = _Node.back(ctx, compute, grads[0].resolve_neg())
+        return None, dproducts, None, *found, None, None, None
 
 
 def _found(layer: ExpertLayer, route: Route, asks: bool) -> tuple[Found, Tensor, Any]:
@@ -253,20 +260,22 @@ def _dispatched(
     layer: ExpertLayer, x: Tensor, gate_up: Tensor, lists: Sequence[Tensor],
     needs: tuple[bool, bool],
 ) -> list[Tensor]:  # fmt: skip
-    """The products, and where gate_up needs a gradient the rows that came here."""
+    """The products, where gate_up needs a gradient the rows that came here, and silu(gate) * up.
+
+    Without gradients there need be no products.
+    """
     operands = layer.whole(x, 0.0), gate_up.transpose(1, 2), *lists
-    return layer.run(DISPATCH, operands, layer.plan, needs[1], "x" if needs[0] else "")
+    gated = "kept" if any(needs) else "alone"
+    return layer.run(DISPATCH, operands, layer.plan, needs[1], "x" if needs[0] else "", gated)
 
 
 def _combined(
-    layer: ExpertLayer, products: Tensor, each: Tensor, down: Tensor, lists: Sequence[Tensor],
+    layer: ExpertLayer, hidden: Tensor, each: Tensor, down: Tensor, lists: Sequence[Tensor],
     asks: str,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The sums of tokens, and what is between the matmuls."""
-    hidden = activations.activated_by(products, None, activations.SWIGLU, lists[0], layer.rank)
+) -> Tensor:  # fmt: skip
+    """The sums of tokens."""
     operands = hidden, down.transpose(1, 2), *lists, each, None
-    (y,) = layer.run(COMBINE, operands, layer.plan, False, asks)
-    return y, hidden
+    return layer.run(COMBINE, operands, layer.plan, False, asks)[0]
 
 
 def through(
@@ -286,13 +295,13 @@ def through(
     else:
         (each, *lists), dropped, _ = _found(layer, route, False)
     if grads and (x.requires_grad or gate_up.requires_grad):
-        products: Any = _Dispatch.apply(layer, x, gate_up, *lists)
+        products, hidden = _Dispatch.apply(layer, x, gate_up, *lists)  # type: ignore[misc]
     else:
-        products = _dispatched(layer, x, gate_up, lists, (False, False))[0]
+        products, hidden = _dispatched(layer, x, gate_up, lists, (False, False))
     if grads and any(t.requires_grad for t in (products, each, down)):
-        y: Any = _Combine.apply(layer, products, each, down, *lists)
+        y: Any = _Combine.apply(layer, products, hidden, each, down, *lists)
     else:
-        y, _ = _combined(layer, products, each, down, lists, "")
+        y = _combined(layer, hidden, each, down, lists, "")
     return (y if y.shape[0] == x.shape[0] else y[: x.shape[0]]), dropped
 
 

@@ -14,20 +14,22 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from counterpoint.errors import InputError
 from counterpoint.kernels.all_to_all_matmul import all_to_all_matmul_kernel, clear_kernel
 from counterpoint.kernels.matmul_all_to_all import matmul_all_to_all_kernel
+from counterpoint.ops.activations import SWIGLU
 from counterpoint.ops.expert_launches import (
     ANY,
     COMBINE,
     Behind,
+    Beside,
     Experts,
     Launched,
     Launches,
     Started,
+    Sums,
     aligned,
     block,
-    blocks_of,
     on_island,
     sample,
-    sums_of_tokens,
+    weight_desc,
     whole_rows,
 )
 from counterpoint.ops.token_sums import sum_of_rows
@@ -38,7 +40,7 @@ from counterpoint.plan.fused_experts import inside
 from counterpoint.plan.fused_sum import padded
 from counterpoint.plan.steps import COUNTS, ROUTES
 from counterpoint.problem import Problem
-from counterpoint.runtime import compute, routed
+from counterpoint.runtime import activated, compute, routed
 from counterpoint.runtime.counted import DISPATCH
 from counterpoint.runtime.device_routes import Sizes, on_host
 from counterpoint.runtime.launch import ALIGN, At, Grid, Launch, Site, at, register, temporaries
@@ -118,8 +120,8 @@ def dispatch(site: Site) -> Action:
     p, tile, sending = each.p, each.tile, each.sending
     whole, words = whole_rows(each), p.k * p.item_bytes // 4
     come = p.ranks * (2 * each.experts + 1) + each.experts  # the word that says so: see routes.py
-    given = ("x_ptr", "w_desc", "y_ptr", "routes_ptr", "moves_ptr", "sent_ptr", "index_ptr", "T",
-             "limit", "room")  # fmt: skip
+    given = ("x_ptr", "w_desc", "y_ptr", "hidden_ptr", "routes_ptr", "moves_ptr", "sent_ptr",
+             "index_ptr", "T", "limit", "room", "keeps")  # fmt: skip
     fixed = each.shared() | each.waiting() | {
         "received_desc": TensorDescriptor.from_tensor(whole, [tile.block_m, tile.block_k]),
         "words": words, "half_rows": each.half_rows,
@@ -128,14 +130,13 @@ def dispatch(site: Site) -> Action:
     }  # fmt: skip
     # no reserve of SMs: see kernels/all_to_all_matmul.py
     grid = Grid(None, sending.senders, reserve=False)
-    multiply: dict[bool, Launch] = {}
-    blocks = blocks_of(tile)
-    for columns in (False, True):
-        launch = each.launch(
-            all_to_all_matmul_kernel, given, fixed | {"COLUMNS": columns}, grid, each.options
-        )
-        like = each.dtype, sample(each, columns), each.dtype, *(torch.int32,) * 4, 0, 0, 0
-        multiply[columns] = launch.compile(*like)
+    multiply: dict[tuple[bool, bool], Launch] = {}
+    gates = p.by_routes and p.n % (2 * ALIGN // p.item_bytes) == 0
+    for columns, gated in ((False, False), (True, False), *([(True, True)] if gates else ())):
+        kinds = {"COLUMNS": columns, "GATED": gated}
+        launch = each.launch(all_to_all_matmul_kernel, given, fixed | kinds, grid, each.options)
+        like = each.dtype, sample(each, columns, gated), *(each.dtype,) * 2, *(torch.int32,) * 4
+        multiply[columns, gated] = launch.compile(*like, 0, 0, 0, 0)
     clear = each.launch(
         clear_kernel, ("y_ptr", "routes_ptr", "rows"),
         {"count": come, "N": p.n, "BLOCK_N": block(p.n)}, each.collectors, {"num_warps": 4},
@@ -148,13 +149,20 @@ def dispatch(site: Site) -> Action:
             operands = each.on_island(operands)
         started = _start(each, operands)
         x, w, limit, routes, moves, launches, lists, sizes, _ = started
-        y, rows = operands["y"], operands.get("rows")
+        y, rows, hidden = operands["y"], operands.get("rows"), operands.get("hidden")
+        gated = gates and hidden is not None
+        if gated and w.stride(1) != 1:
+            w = w.mT.contiguous().mT
+        if hidden is not None and not gated and not y.shape[1]:
+            y = x.new_empty(limit, p.n)
         columns = w.stride(1) == 1
-        w_desc = TensorDescriptor.from_tensor(w.transpose(1, 2) if columns else w, blocks[columns])
+        w_desc = weight_desc(w, tile, columns, gated)
         given = routes, routes, operands["x"].shape[0], limit, limit
         if lists is not None and sizes is not None:
             given = lists.sent, lists.rows, sizes.back, limit, p.m
-        launches.append((multiply[columns], (x, w_desc, y, routes, moves, *given)))
+        written = y, y if hidden is None else hidden, routes, moves
+        keeps = int(y.shape[1] > 0)
+        launches.append((multiply[columns, gated], (x, w_desc, *written, *given, keeps)))
         clears = "clear" in operands
         if clears:  # not before: who has few rows would send them late
             launches.append((clear, (y, routes, y.shape[0])))
@@ -163,6 +171,8 @@ def dispatch(site: Site) -> Action:
             given = routes, which, rows, rows, rows.shape[0], limit, int(clears)
             launches.append((collect, given))
         Launch.in_a_row(launches)
+        if hidden is not None and not gated:
+            activated.into(SWIGLU, y, None, hidden, operands[COUNTS], each.workspace.rank)
 
     temporaries[run] = partial(_temporaries, each)
     return run
@@ -176,11 +186,11 @@ def combine(site: Site) -> Action:
     """
     each = Experts(site)
     p, tile = each.p, each.tile
-    names = ("x_desc", "w_desc", "add_ptr", "product_ptr", "routes_ptr", "R", "limit")
-    fixed = each.shared() | {"half_bytes": each.half_bytes, "LOCAL": p.by_routes}
+    names = ("x_desc", "w_desc", "add_ptr", "product_ptr", "routes_ptr", "R", "limit", "turn")
+    fixed = each.shared() | {"half_bytes": each.half_bytes, "LOCAL": p.by_routes,
+                             "TURNS": each.turns > 1}  # fmt: skip
     grid = Grid(None, reserve=False)  # nothing waits in it: see kernels/matmul_all_to_all.py
     multiply: dict[tuple[bool, bool], Launch] = {}
-    blocks = blocks_of(tile)
     tall = [tile.block_m, tile.block_k]
     some = torch.empty(1, p.k, dtype=each.dtype, device=each.device)
     x_like = TensorDescriptor.from_tensor(some, tall)
@@ -188,9 +198,11 @@ def combine(site: Site) -> Action:
         for adds in (False, True):
             kinds = {"COLUMNS": columns, "HAS_ADD": adds}
             launch = each.launch(matmul_all_to_all_kernel, names, fixed | kinds, grid, each.options)
-            samples = (x_like, sample(each, columns), each.dtype, each.dtype, torch.int32, 0, 0)
+            samples = (x_like, sample(each, columns), each.dtype, each.dtype, torch.int32, 0, 0, 0)
             multiply[columns, adds] = launch.compile(*samples)
-    behind = (sums_of_tokens if each.of_tokens else _of_rows)(each, (each.arrive(), ()))
+    arrive = each.arrive(), ()
+    behind = None if each.of_tokens else _of_rows(each, arrive)
+    sums, beside = Sums(each) if each.of_tokens else None, Beside(each)
 
     def run(operands: Operands) -> None:
         if each.islands > 1:
@@ -201,13 +213,25 @@ def combine(site: Site) -> Action:
         x_desc = TensorDescriptor.from_tensor(x, tall)
         if add is not None and add.data_ptr() % ALIGN:
             add = add.clone()
-        w_desc = TensorDescriptor.from_tensor(w.transpose(1, 2) if columns else w, blocks[columns])
+        w_desc = weight_desc(w, tile, columns)
         product = operands.get("product") if each.of_tokens else y
         if product is None:
             product = x.new_empty(limit, p.n)
         products = (x_desc, w_desc, x if add is None else add, product, routes, x.shape[0], limit)
-        launches.append((multiply[columns, add is not None], products))
-        Launch.in_a_row(launches + behind(started, operands, product))
+        launches.append((kernel := multiply[columns, add is not None], (*products, 0)))
+        if behind is not None:
+            Launch.in_a_row(launches + behind(started, operands, product))
+            return
+        assert sums is not None, "of tokens"
+        last = each.turns - 1
+        for turn in range(last):
+            Launch.in_a_row(launches)
+            beside.launch(sums.send(started, operands, product, (turn, turn + 1)))
+            launches = [(kernel, (*products, turn + 1))]
+        Launch.in_a_row(launches)
+        beside.join()
+        own = sums.send(started, operands, product, (last, p.ranks))
+        Launch.in_a_row([own, arrive, sums.collect(started, y)])
 
     temporaries[run] = partial(_temporaries, each)
     return run
@@ -291,6 +315,9 @@ def reference(site: Site) -> Action:
             copy_own(operands)
         if p.op == COMBINE:
             finish(places.rank, operands)
+        if "hidden" in operands:
+            counts, rank = operands[COUNTS], workspace.rank
+            activated.into(SWIGLU, operands["y"], None, operands["hidden"], counts, rank)
 
     return run
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from counterpoint.errors import CounterpointError, InputError, UnsupportedError
 from counterpoint.ops import call, experts
+from counterpoint.ops.activations import SWIGLU
 from counterpoint.ops.agreement import Input, refused
 from counterpoint.ops.backward import dtype_of
 from counterpoint.ops.call import Operator, Output, Tensors, Words, present
@@ -28,15 +29,17 @@ from counterpoint.ops.fused_experts import COMBINE, DISPATCH
 from counterpoint.ops.plans import backward_plan, family_of, of_islands, plan_key
 from counterpoint.ops.register import register
 from counterpoint.ops.weighted_rows import weighted_rows
-from counterpoint.plan.steps import Plan
+from counterpoint.plan.steps import COUNTS, Plan
 from counterpoint.problem import Problem
+from counterpoint.runtime import activated
 from counterpoint.runtime.counted import rows_by_rank
 from counterpoint.runtime.device_routes import Sizes, on_host
+from counterpoint.runtime.execute import Code
 from counterpoint.runtime.find_routes import find_routes
 from counterpoint.runtime.ranks import group_of
 from counterpoint.runtime.routes import Routes as Found
 from counterpoint.runtime.routes import blocks_in, most_rows
-from counterpoint.runtime.workspace import workspace_of
+from counterpoint.runtime.workspace import Action, Operands, workspace_of
 
 OPS: Any = torch.ops.counterpoint
 
@@ -106,7 +109,12 @@ def _checked(
 
 
 @cache
-def operator_of(op: str, keep: bool, asks: str = "") -> Operator:
+def operator_of(op: str, keep: bool, asks: str = "", gated: str = "") -> Operator:
+    """
+    Args:
+        gated: of a dispatch: "kept" or "alone", with the result `hidden`, silu(gate) * up of the
+            halves of y, which are kept or not.
+    """
     experts.operator_of(op)  # the first of an operator is what is sampled
     aside = (("weights", "plain"), ("add", "rows")) if op == COMBINE else ()
     inputs = (
@@ -115,8 +123,8 @@ def operator_of(op: str, keep: bool, asks: str = "") -> Operator:
         *(Input(name, form, fact="") for name, form in aside),  # type: ignore[arg-type]
     )  # fmt: skip
     return Operator(
-        op, inputs, partial(_problem, op), partial(_outputs, keep), _words,
-        compares=(("requires_grad", asks or "nothing"),),
+        op, inputs, partial(_problem, op), partial(_outputs, keep, gated), _words,
+        ends=_gates if gated else None, compares=(("requires_grad", asks or "nothing"),),
     )  # fmt: skip
 
 
@@ -130,10 +138,26 @@ def _problem(op: str, tensors: Tensors, rows: Sequence[int], ranks: int) -> Prob
 
 
 def _outputs(
-    keep: bool, tensors: Tensors, rows: Sequence[int], ranks: int, rank: int
+    keep: bool, gated: str, tensors: Tensors, rows: Sequence[int], ranks: int, rank: int
 ) -> tuple[Output, ...]:
     k, n = present(tensors)[1].shape[1:]
-    return (Output("y", (-1, n)), *([Output("rows", (-1, k))] if keep else []))
+    y, kept = Output("y", (-1, n), spare=gated == "alone"), Output("rows", (-1, k))
+    hidden = Output("hidden", (-1, n // 2))
+    return (y, *([kept] if keep else []), *([hidden] if gated else []))
+
+
+def _gates(code: Code | None) -> Action | None:
+    """What fills `hidden` behind a plan; a fused step has."""
+    if code is None or any(step.kind == "fused" for step in code.program.plan.steps):
+        return None
+    rank = code.program.rank
+
+    def run(operands: Operands) -> None:
+        y, counts = operands["y"], operands[COUNTS]
+        known = counts if counts.device == y.device else None
+        activated.into(SWIGLU, y, None, operands["hidden"], known, rank)
+
+    return run
 
 
 def _words(tensors: Tensors, rows: Sequence[int], rank: int) -> Words:
