@@ -60,8 +60,7 @@ def experts(
     if back:
         return code(
             matmul_all_to_all_kernel, types={"x_desc": x} | types,
-            sizes="N K half_bytes half_flags", HAS_ADD=False, LOCAL=tokens, TURNS=tokens,
-            **constants,
+            sizes="N K half_bytes half_flags", HAS_ADD=False, LOCAL=tokens, **constants,
         )  # fmt: skip
     return code(
         all_to_all_matmul_kernel, types={"received_desc": x} | types, sizes="N K words half_flags",
@@ -127,7 +126,7 @@ def test_sums_are_sent_16_bytes_at_a_time():
     """And behind the last of them go the flags."""
     found = code(
         send_sums_kernel, pointers={"bf16": "product"}, sizes="N half_bytes half_flags", WORLD=8,
-        EXPERTS=32, TOP=8, WEIGHTED=True, BLOCK_N=2048,
+        PAIRS=256, TOP=8, WEIGHTED=True, BLOCK_N=2048,
     )  # fmt: skip
     stores, counted, releases = (lines_with(found.ptx, p) for p in (PAYLOAD, COUNTED, RELEASE))
     assert stores[-1] < counted[0] < releases[0] and found.spills == 0

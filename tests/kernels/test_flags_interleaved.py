@@ -1,6 +1,5 @@
 """Kernels whose flags publish rows, with all programs of all ranks in turn, in seeded orders."""
 
-from itertools import product
 from typing import Any
 
 import pytest
@@ -10,20 +9,12 @@ from memories import GUARD, guarded, left, memories, places_of, site_of
 from rankpool import RankPool
 from turns import Scene, all_right, plant, shown
 
-from counterpoint.kernels import (
-    all_to_all_matmul,
-    embedding_all_to_all,
-    matmul_all_to_all,
-    peer,
-    routes,
-)
+from counterpoint.kernels import all_to_all_matmul, embedding_all_to_all, matmul_all_to_all, peer
 from counterpoint.ops import embedding_kernels, fused_experts
 from counterpoint.ops.fused_experts import COMBINE, DISPATCH
 from counterpoint.plan import embedding_bag_all_to_all as plans
-from counterpoint.plan import fused_experts as expert_plans
 from counterpoint.plan.bind import bind
 from counterpoint.plan.families import build
-from counterpoint.plan.fused_sum import padded
 from counterpoint.problem import Problem
 from counterpoint.runtime import launch
 from counterpoint.runtime.device_routes import Found, Sizes, found_by
@@ -267,11 +258,9 @@ def routed(memory: Any, op: str, ranks: int, experts: int, limit: int = LIMIT) -
 
 def experts_scene(
     patch: pytest.MonkeyPatch, seed: int, fault: str, ranks: int, experts: int, op: str,
-    routes: bool, turns: bool = False,
+    routes: bool,
 ) -> Scene:  # fmt: skip
-    """Three calls of experts, by counts or by routes; with `turns` of ranks, however few rows."""
-    if turns:
-        patch.setattr(expert_plans, "TURN_BLOCKS", 0)
+    """Three calls of experts, by counts or by routes."""
     plant(patch, fault, matmul_all_to_all if op == COMBINE else all_to_all_matmul, peer)
     each = memory_of(ranks)
     if routes:
@@ -312,42 +301,6 @@ def test_every_order_gives_the_product(
     pool: RankPool, ranks: int, experts: int, routes: bool, seed: int, op: str
 ):
     all_right(pool, experts_scene, seed, ranks, experts, op, routes)
-
-
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize(("ranks", "experts"), [(2, 6), (4, 8)])
-def test_turns_give_the_sums(pool: RankPool, ranks: int, experts: int, seed: int):
-    all_right(pool, experts_scene, seed, ranks, experts, COMBINE, True, True)
-
-
-def turns_of(_: int, __: int, ranks: int) -> list[str]:
-    """Where blocks of turns are not those that rows, looked at one by one, say."""
-    draw, found = torch.Generator().manual_seed(ranks), list[str]()
-    local, block = 3, 4
-    for rank, most in product(range(ranks), (1, 4, 9, 30)):
-        counts = torch.randint(0, most, (ranks, ranks * local), generator=draw)
-        counts *= torch.rand(counts.shape, generator=draw) < 0.7
-        words = torch.full((routes.num_words(ranks * local, ranks),), -1, dtype=torch.int32)
-        fixed = {"WORLD": ranks, "EXPERTS": padded(ranks * local), "BLOCK_M": block, "BACK": True}
-        over = torch.zeros(1, dtype=torch.int64)
-        given = (counts, counts, words, over, ranks * local, rank, 10**6, 0, 0)
-        routes.routes_kernel[(1,)](*given, TURNS=True, **fixed)
-        got = words[routes.spoiled_word(ranks * local, ranks) + 1 :].view(ranks, local + 1)
-        want = torch.zeros(ranks, local + 1, dtype=torch.int32)
-        for e in range(local):
-            of_rows = torch.arange(ranks).repeat_interleave(counts[:, rank * local + e])
-            turns = (of_rows + ranks - 1 - rank) % ranks
-            for part in turns.split(block) if len(turns) else ():
-                want[int(part.min()), e + 1] += 1
-        if not torch.equal(got, want.cumsum(1, dtype=torch.int32)):
-            found.append(f"rank {rank}: {counts.tolist()}: {got.tolist()}")
-    return found
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
-def test_turns_have_each_block_once(pool: RankPool, ranks: int):
-    """That of the first source in turn that has a row in it."""
-    assert pool.run(turns_of, 1, ranks, group=False, timeout_s=100) == [[]]
 
 
 @pytest.mark.drawn(3)

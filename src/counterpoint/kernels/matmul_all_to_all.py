@@ -7,9 +7,7 @@ and `collect_kernel` takes the rows. One program that waits keeps no collective 
 from running, so no SMs are left to those.
 
 By routes a row that goes back is a token's weighted sum over the experts of this rank: the kernel
-leaves its products on this rank, and `send_sums_kernel`, behind it, sums and sends them. Of many
-rows sources have turns, this rank last, each with launches of its own: the sums of one are sent
-beside the products of the next.
+leaves its products on this rank, and `send_sums_kernel`, behind it, sums and sends them.
 
 Memory of each rank, one half for even and one for odd epochs: rows [limit, N]; flags [WORLD].
 """
@@ -18,13 +16,7 @@ import triton
 import triton.language as tl
 
 from counterpoint.kernels.peer import end_of_call, is_last, next_epoch, peer_ptr, post, put, wait
-from counterpoint.kernels.routes import (
-    expert_of,
-    starts_ptr_of,
-    tiles_ptr_of,
-    turn_block,
-    turns_ptr_of,
-)
+from counterpoint.kernels.routes import expert_of, starts_ptr_of, tiles_ptr_of
 
 
 @triton.jit
@@ -39,7 +31,7 @@ def weight_tile(
     return w
 
 
-@triton.jit(do_not_specialize=["R", "rank", "limit", "turn"])
+@triton.jit(do_not_specialize=["R", "rank", "limit"])
 def matmul_all_to_all_kernel(
     x_desc,  # [R, K]
     w_desc,  # [E_local, N, K] where COLUMNS, else [E_local, K, N]
@@ -56,7 +48,6 @@ def matmul_all_to_all_kernel(
     half_bytes,  # of the memory: where the half of odd epochs begins
     half_flags,  # likewise, in flags
     limit,  # rows that a rank can take
-    turn,  # of TURNS: which one
     rank,
     WORLD: tl.constexpr,  # a power of 2
     EXPERTS: tl.constexpr,  # >= E_local, a power of 2
@@ -68,14 +59,11 @@ def matmul_all_to_all_kernel(
     GROUP_M: tl.constexpr,  # blocks of rows that share their columns of w in L2
     STAGES: tl.constexpr,
     LOCAL: tl.constexpr,  # the products stay here
-    TURNS: tl.constexpr,  # of LOCAL: those of one source's turn
 ):
     X: tl.constexpr = x_desc.dtype
     local = E // WORLD
     starts_ptr = starts_ptr_of(routes_ptr, E, WORLD)
     tiles_ptr = tiles_ptr_of(routes_ptr, E, WORLD)
-    if TURNS:
-        tiles_ptr = turns_ptr_of(routes_ptr, E, WORLD) + turn * (local + 1)
     epoch = next_epoch(tl.load(state_ptr))
     works = tl.load(state_ptr + 2) == 0
     half = (epoch & 1).to(tl.int64) * half_bytes
@@ -88,14 +76,11 @@ def matmul_all_to_all_kernel(
         inside = tile - before * num_n
         first = inside // (GROUP_M * num_n) * GROUP_M
         high = min(num_m - first, GROUP_M)
-        own_ptr = starts_ptr + expert * WORLD
-        block = first + inside % (GROUP_M * num_n) % high
-        if TURNS:
-            block += turn_block(own_ptr, (rank + 1 + turn) % WORLD, rank, WORLD, BLOCK_M)
-        else:
-            # the rows of the next rank first: ranks that all began with one owner's would meet
-            block = (block + num_m * ((rank + 1) % WORLD) // WORLD) % num_m
+        # the rows of the next rank first: ranks that all began with one owner's would meet there
+        turn = num_m * ((rank + 1) % WORLD) // WORLD
+        block = (first + inside % (GROUP_M * num_n) % high + turn) % num_m
         at_n = inside % (GROUP_M * num_n) // high * BLOCK_N
+        own_ptr = starts_ptr + expert * WORLD
         at_m = tl.load(own_ptr) + block * BLOCK_M
 
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -135,23 +120,15 @@ def post_all(
     flags_ptr, state_ptr, epoch, half_flags, rank, works, programs, WORLD: tl.constexpr
 ):  # fmt: skip
     """The last program tells all ranks that all programs have sent all of theirs."""
-    ranks = tl.arange(0, WORLD)
-    post_some(flags_ptr, state_ptr, epoch, half_flags, rank, works & (ranks >= 0), programs, WORLD)
-
-
-@triton.jit
-def post_some(
-    flags_ptr, state_ptr, epoch, half_flags, rank, to, programs, WORLD: tl.constexpr
-):  # fmt: skip
-    """As `post_all`, to those ranks."""
     if is_last(state_ptr + 1, programs):
         tl.store(state_ptr + 1, 0)
         # pairs with the acquire in `arrival_kernel`, on the peers
+        ranks = tl.arange(0, WORLD)
         flag = (epoch & 1) * half_flags + rank
-        post(peer_ptr(flags_ptr, tl.arange(0, WORLD), flag * 4, tl.int32), epoch, to)
+        post(peer_ptr(flags_ptr, ranks, flag * 4, tl.int32), epoch, works & (ranks >= 0))
 
 
-@triton.jit(do_not_specialize=["rank", "limit", "room", "received", "turn", "end"])
+@triton.jit(do_not_specialize=["rank", "limit", "room", "received"])
 def send_sums_kernel(
     product_ptr,  # [limit, N], by expert
     index_ptr,  # [received rows, TOP] int32: rows of a token, in order; those >= limit are none
@@ -168,10 +145,8 @@ def send_sums_kernel(
     room,  # rows that a rank can take back
     received,  # rows of `index`: fewer than have come, where those of experts are more than limit
     rank,
-    turn,  # of the first source whose sums are sent: from the rank behind this one on, itself last
-    end,  # the turn behind the last one's
     WORLD: tl.constexpr,
-    EXPERTS: tl.constexpr,  # >= E / WORLD, a power of 2
+    PAIRS: tl.constexpr,  # >= E, a power of 2
     TOP: tl.constexpr,
     WEIGHTED: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -181,38 +156,31 @@ def send_sums_kernel(
     epoch = next_epoch(tl.load(state_ptr))
     works = tl.load(state_ptr + 2) == 0
     half = (epoch & 1).to(tl.int64) * half_bytes
-    starts_ptr, local = starts_ptr_of(moves_ptr, E, WORLD), E // WORLD
-    experts = tl.arange(0, EXPERTS)
+    starts_ptr = starts_ptr_of(moves_ptr, E, WORLD)
+    pairs = tl.arange(0, PAIRS)
+    ends = tl.load(starts_ptr + 1 + pairs, mask=pairs < E, other=2147483647)
     program, programs = tl.program_id(0), tl.num_programs(0)
-    for each in tl.range(turn, end):
-        owner = (rank + 1 + each) % WORLD
-        origin_ptr = moves_ptr + owner * (E + 1) + rank * local
-        begin = tl.load(origin_ptr)
-        ends = tl.load(origin_ptr + 1 + experts, mask=experts < local, other=2147483647)
-        to_ptr = peer_ptr(rows_ptr, owner, half, X)
-        for place in tl.range(begin + program, tl.load(origin_ptr + local), programs):
-            expert = tl.sum((ends <= place).to(tl.int32), 0)  # a token's first one here
-            row = tl.load(starts_ptr + expert * WORLD + owner) + place
-            row -= tl.load(origin_ptr + expert)
-            live = works & (place < room) & (row < received)
-            for first in tl.range(0, N, BLOCK_N):
-                cols = first + tl.arange(0, BLOCK_N)
-                total = tl.zeros((BLOCK_N,), tl.float32)
-                for j in tl.static_range(TOP):
-                    at = index_ptr + tl.cast(row, tl.int64) * TOP + j
-                    entry = tl.load(at, mask=row < received, other=limit).to(tl.int64)
-                    known = entry < limit
-                    there = (cols < N) & known
-                    each_row = tl.load(product_ptr + entry * N + cols, mask=there, other=0.0)
-                    each_row = each_row.to(tl.float32)
-                    if WEIGHTED:
-                        each_row *= tl.load(weights_ptr + entry, mask=known, other=0.0)
-                    total += each_row
-                to = to_ptr + tl.cast(place, tl.int64) * N + cols
-                put(to, total.to(X), (cols < N) & live)
-    turns = (tl.arange(0, WORLD) + (WORLD - 1 - rank)) % WORLD
-    to = works & (turns >= turn) & (turns < end)
-    post_some(flags_ptr, state_ptr, epoch, half_flags, rank, to, programs, WORLD)
+    for row in tl.range(program, min(tl.load(starts_ptr + E), received), programs):
+        pair = tl.sum((ends <= row).to(tl.int32), 0)  # of a first expert and an owner
+        owner = pair % WORLD
+        origin = tl.load(moves_ptr + owner * (E + 1) + rank * (E // WORLD) + pair // WORLD)
+        place = origin + row - tl.load(starts_ptr + pair)
+        live = works & (place < room)
+        to = peer_ptr(rows_ptr, owner, half + place.to(tl.int64) * N * X.primitive_bitwidth // 8, X)
+        for first in tl.range(0, N, BLOCK_N):
+            cols = first + tl.arange(0, BLOCK_N)
+            total = tl.zeros((BLOCK_N,), tl.float32)
+            for j in tl.static_range(TOP):
+                entry = tl.load(index_ptr + tl.cast(row, tl.int64) * TOP + j).to(tl.int64)
+                known = entry < limit
+                there = (cols < N) & known
+                each = tl.load(product_ptr + entry * N + cols, mask=there, other=0.0)
+                each = each.to(tl.float32)
+                if WEIGHTED:
+                    each *= tl.load(weights_ptr + entry, mask=known, other=0.0)
+                total += each
+            put(to + cols, total.to(X), (cols < N) & live)
+    post_all(flags_ptr, state_ptr, epoch, half_flags, rank, works, programs, WORLD)
 
 
 @triton.jit(do_not_specialize=["rank", "tag", "timeout_ns"])

@@ -11,7 +11,6 @@ knows nothing of it: kernels read what `routes_kernel` has left for its rank, al
     ticket [1]                    0: the next tile
     senders [1]                   0: programs that have begun to send
     spoiled [1]                   1: counts do not fit, and all results are NaN
-    turns [WORLD, E_local + 1]    blocks as of `tiles`, by the source whose turn it is: see `turns`
 """
 
 import triton
@@ -44,20 +43,9 @@ def spoiled_ptr_of(routes_ptr, E, WORLD: tl.constexpr):
     return tiles_ptr_of(routes_ptr, E, WORLD) + E // WORLD + 3
 
 
-@triton.jit
-def turns_ptr_of(routes_ptr, E, WORLD: tl.constexpr):
-    """Where `turns` begins."""
-    return spoiled_ptr_of(routes_ptr, E, WORLD) + 1
-
-
-def spoiled_word(experts: int, ranks: int) -> int:
-    """The word of `spoiled`."""
-    return ranks * (experts + 1) + experts * ranks + experts + 1 + experts // ranks + 1 + 2
-
-
 def num_words(experts: int, ranks: int) -> int:
     """Words of all of it."""
-    return spoiled_word(experts, ranks) + 1 + ranks * (experts // ranks + 1)
+    return ranks * (experts + 1) + experts * ranks + experts + 1 + experts // ranks + 1 + 3
 
 
 @triton.jit(do_not_specialize=["rank", "limit", "has", "moves"])
@@ -75,7 +63,6 @@ def routes_kernel(
     EXPERTS: tl.constexpr,  # >= E, a power of 2
     BLOCK_M: tl.constexpr,
     BACK: tl.constexpr,  # rows go back to where they came from; else to their experts, see `spread`
-    TURNS: tl.constexpr,  # of BACK: `turns` are wanted
 ):
     local = E // WORLD
     if tl.program_id(0) == 1:
@@ -112,15 +99,6 @@ def routes_kernel(
     tl.store(tiles_ptr + experts - rank * local, tl.cumsum(blocks, 0) - blocks, mask=own)
     tl.store(tiles_ptr + local, tl.sum(blocks))
     tl.store(tiles_ptr + local + 1 + tl.arange(0, 2), 0)
-    if TURNS:
-        first, last = turns(before, counts, rank, WORLD, BLOCK_M)
-        blocks = tl.where(own[:, None], tl.maximum(last - first, 0), 0)
-        turn = (ranks + (WORLD - 1 - rank)) % WORLD
-        to = turns_ptr_of(routes_ptr, E, WORLD) + turn * (local + 1)
-        tl.store(to + local, tl.sum(blocks, 0))
-        to = to[None, :] + experts[:, None] - rank * local
-        mask = own[:, None] & (sources >= 0)
-        tl.store(to, tl.cumsum(blocks, 0) - blocks, mask=mask)
 
     owners = experts[:, None] // local == sources
     come, sent = tl.sum(tl.where(owners & here, rows[:, None], 0), 0), tl.sum(counts, 0)
@@ -163,43 +141,6 @@ def spread_block(place, places, rank, WORLD: tl.constexpr):
     share = places // WORLD
     turned = (place + rank) % WORLD * share + place // WORLD
     return tl.where(places > WORLD, turned, place)
-
-
-@triton.jit
-def turns(before, counts, rank, WORLD: tl.constexpr, BLOCK_M: tl.constexpr):
-    """The blocks of each source's turn: the first, and the end, [EXPERTS, WORLD].
-
-    Sources have their turns from the rank behind this one on, itself last. A block is of the first
-    source in that order that has a row in it.
-
-    Args:
-        before: of own experts where the rows of a source begin.
-        counts: rows of each source.
-    """
-    sources = tl.arange(0, WORLD)[None, :]
-    start = tl.sum(tl.where(sources == 0, before, 0), 1)[:, None]
-    begin, rows = before - start, tl.sum(counts, 1)[:, None]
-    # from there on come rows of ranks behind this one, whose turns are the first
-    middle = tl.sum(tl.where(sources <= rank, counts, 0), 1)[:, None]
-    ahead = (sources <= rank) | (begin > middle)
-    first = begin // BLOCK_M + ((begin % BLOCK_M != 0) & ahead).to(tl.int32)
-    last = tl.cdiv(begin + counts, BLOCK_M)
-    cut = (sources <= rank) & (middle < rows)
-    last = tl.where(cut, tl.minimum(last, middle // BLOCK_M), last)
-    return first, tl.where(counts > 0, last, first)
-
-
-@triton.jit
-def turn_block(own_ptr, source, rank, WORLD: tl.constexpr, BLOCK_M: tl.constexpr):
-    """The first block of a source's turn, as `turns` has it.
-
-    Args:
-        own_ptr: `starts` of the expert.
-    """
-    start = tl.load(own_ptr)
-    begin, middle = tl.load(own_ptr + source) - start, tl.load(own_ptr + rank + 1) - start
-    ahead = (source <= rank) | (begin > middle)
-    return begin // BLOCK_M + ((begin % BLOCK_M != 0) & ahead).to(tl.int32)
 
 
 @triton.jit

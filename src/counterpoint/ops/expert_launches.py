@@ -11,20 +11,18 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from counterpoint.kernels.matmul_all_to_all import arrival_kernel, collect_kernel, send_sums_kernel
-from counterpoint.kernels.routes import num_words, routes_kernel, spoil_kernel, spoiled_word
-from counterpoint.plan.fused_experts import Tile, inside, settings_in, turns_of
+from counterpoint.kernels.routes import num_words, routes_kernel, spoil_kernel
+from counterpoint.plan.fused_experts import Tile, inside, settings_in
 from counterpoint.plan.fused_sum import padded
 from counterpoint.plan.steps import COUNTS, ROUTES
 from counterpoint.runtime.device_routes import Lists, Sizes
 from counterpoint.runtime.expert_rails import Rails
 from counterpoint.runtime.fused import fused_memory
-from counterpoint.runtime.lanes_cuda import lanes_of
 from counterpoint.runtime.launch import ALIGN, At, Grid, Launch, Site
 from counterpoint.runtime.workspace import Operands, Places
 
 COLLECT_COLS = 2048  # of a row that a program takes at a time
 COLLECTORS = 8  # programs for each SM
-BESIDE = 2  # of those that send sums beside a matmul, whose programs fit with them
 ONE = Grid(1, reserve=False, each=True)
 COMBINE = "matmul_all_to_all"
 ANY = 2**31 - 1  # rows of x, where they are known to suffice
@@ -83,9 +81,8 @@ class Experts:
         self.rows, self.flags = self.memory.turns, self.memory.flags
         self.half_rows = -(-self.rows.half_bytes // row_bytes)
         self.half_bytes = self.rows.half_bytes if self.combines else self.half_rows * row_bytes
-        self.words = -(-num_words(self.experts, p.ranks) // ALIGN) * ALIGN
-        self.spoils = spoiled_word(self.experts, p.ranks)
-        self.turns = turns_of(whole, self.tile)
+        self.route_words = num_words(self.experts, p.ranks)
+        self.words = -(-self.route_words // ALIGN) * ALIGN
         self.options = {"num_warps": self.tile.num_warps, "num_stages": self.tile.stages}
         self.table: Tensor | None = None
         if p.counts == "equal":
@@ -129,7 +126,7 @@ class Experts:
         """
         fixed = {
             "rows_ptr": self.rows.bases[self.mates], "state_ptr": self.memory.state, "count": count,
-            "spoils": self.spoils, "over_ptr": self.memory.over, "N": columns,
+            "spoils": self.route_words - 1, "over_ptr": self.memory.over, "N": columns,
             "half_bytes": self.half_bytes, "room": self.p.m,
             "rank": self.rank, "TOP": top, "SOME": some, "BLOCK_N": block(columns),
         }  # fmt: skip
@@ -147,20 +144,16 @@ class Experts:
     @property
     def collectors(self) -> Grid:
         """Programs that copy rows."""
-        return self.programs(COLLECTORS)
-
-    def programs(self, of_sm: int) -> Grid:
-        """So many for each SM."""
         if self.device.type != "cuda":
-            return Grid(of_sm, reserve=False, each=True)
+            return Grid(COLLECTORS, reserve=False, each=True)
         sms = torch.cuda.get_device_properties(self.device).multi_processor_count
-        return Grid(of_sm * sms, reserve=False, each=True)
+        return Grid(COLLECTORS * sms, reserve=False, each=True)
 
     def _routes(self, dtype: torch.dtype) -> Launch:
         fixed = {
             "over_ptr": self.memory.over, "E": self.experts, "rank": self.rank,
             "WORLD": self.p.ranks, "EXPERTS": padded(self.experts),
-            "BLOCK_M": self.tile.block_m, "BACK": self.combines, "TURNS": self.turns > 1,
+            "BLOCK_M": self.tile.block_m, "BACK": self.combines,
         }  # fmt: skip
         given = ("counts_ptr", "moved_ptr", "routes_ptr", "limit", "has", "moves")
         grid = Grid(1 + self.of_tokens, reserve=False, each=True)
@@ -169,7 +162,7 @@ class Experts:
 
     def _spoils(self) -> Launch:
         """What looks whether there are too many rows, on any island."""
-        fixed = {"over_ptr": self.memory.over, "spoils": self.spoils,
+        fixed = {"over_ptr": self.memory.over, "spoils": self.route_words - 1,
                  "BACK": self.combines}  # fmt: skip
         launch = self.launch(spoil_kernel, ("word_ptr", "routes_ptr"), fixed, ONE, {"num_warps": 1})
         return launch.compile(torch.int64, torch.int32)
@@ -200,66 +193,32 @@ def on_island(places: Places) -> Callable[[Operands], Operands]:
     return seen
 
 
-class Beside:
-    """Launches beside those of the current stream, on one of their own."""
+def sums_of_tokens(each: Experts, arrive: Launched) -> Behind:
+    """Behind the products: a token's sum over the experts here is sent, what comes is summed."""
+    p, shared = each.p, {"rows_ptr", "flags_ptr", "state_ptr", "N", "E", "rank", "WORLD"}
+    fixed = {name: value for name, value in each.shared().items() if name in shared} | {
+        "half_bytes": each.half_bytes, "half_flags": each.flags.half_bytes // 4,
+        "room": p.m, "PAIRS": padded(each.experts),
+        "TOP": each.top, "BLOCK_N": block(p.n),
+    }  # fmt: skip
+    names = ("product_ptr", "index_ptr", "weights_ptr", "moves_ptr", "limit", "received")
+    sums: dict[bool, Launch] = {}
+    like = each.dtype, torch.int32, torch.float32, torch.int32, 0, 0
+    for weighted in (False, True):
+        given = send_sums_kernel, names, fixed | {"WEIGHTED": weighted}, each.collectors
+        sums[weighted] = each.launch(*given, {"num_warps": 4}).compile(*like)
+    most = min(each.top, p.ranks)
+    collect = each.collect(p.n, 0, torch.int32, each.dtype, most, some=True)
 
-    def __init__(self, each: Experts) -> None:
-        self._stream: torch.cuda.Stream | None = None
-        if each.turns > 1 and each.device.type == "cuda":
-            self._stream = lanes_of(each.workspace).stream("sums", 0)
-            self._forked, self._joined = torch.cuda.Event(), torch.cuda.Event()
-
-    def launch(self, launched: Launched) -> None:
-        """Behind what has been launched so far."""
-        if self._stream is None:
-            Launch.in_a_row([launched])
-            return
-        self._forked.record()
-        self._stream.wait_event(self._forked)
-        Launch.in_a_row([launched], self._stream.cuda_stream)
-
-    def join(self) -> None:
-        """What is launched from now on is behind all of it."""
-        if self._stream is not None:
-            self._joined.record(self._stream)
-            self._joined.wait()
-
-
-class Sums:
-    """A token's sum over the experts here is sent to its owner, and what comes is summed."""
-
-    def __init__(self, each: Experts) -> None:
-        p, shared = each.p, {"rows_ptr", "flags_ptr", "state_ptr", "N", "E", "rank", "WORLD",
-                             "EXPERTS"}  # fmt: skip
-        fixed = {name: value for name, value in each.shared().items() if name in shared} | {
-            "half_bytes": each.half_bytes, "half_flags": each.flags.half_bytes // 4,
-            "room": p.m, "TOP": each.top, "BLOCK_N": block(p.n),
-        }  # fmt: skip
-        names = ("product_ptr", "index_ptr", "weights_ptr", "moves_ptr", "limit", "received",
-                 "turn", "end")  # fmt: skip
-        like = each.dtype, torch.int32, torch.float32, torch.int32, 0, 0, 0, 0
-        self._send: dict[bool, Launch] = {}
-        grid = each.programs(BESIDE if each.turns > 1 else COLLECTORS)
-        for weighted in (False, True):
-            given = send_sums_kernel, names, fixed | {"WEIGHTED": weighted}, grid
-            self._send[weighted] = each.launch(*given, {"num_warps": 4}).compile(*like)
-        most = min(each.top, p.ranks)
-        self._collect = each.collect(p.n, 0, torch.int32, each.dtype, most, some=True)
-
-    def send(
-        self, started: Started, operands: Operands, product: Tensor, turns: tuple[int, int]
-    ) -> Launched:
-        """Those of some sources."""
-        weights, (lists, sizes) = operands.get("weights"), (started.lists, started.sizes)
-        assert lists is not None and sizes is not None, "of tokens"
+    def behind(started: Started, operands: Operands, product: Tensor) -> Launches:
+        lists, y, weights = started.lists, operands["y"], operands.get("weights")
+        assert lists is not None and started.sizes is not None, "of tokens"
         by = product if weights is None else aligned(weights)
-        given = product, lists.sums, by, started.moves, started.limit, sizes.received, *turns
-        return self._send[weights is not None], given
+        sent = product, lists.sums, by, started.moves, started.limit, started.sizes.received
+        come = started.routes, lists.y, y, y, y.shape[0], ANY, 1
+        return [(sums[weights is not None], sent), arrive, (collect, come)]
 
-    def collect(self, started: Started, y: Tensor) -> Launched:
-        """What has come."""
-        assert started.lists is not None, "of tokens"
-        return self._collect, (started.routes, started.lists.y, y, y, y.shape[0], ANY, 1)
+    return behind
 
 
 def whole_rows(each: Experts) -> Tensor:

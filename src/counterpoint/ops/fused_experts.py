@@ -19,16 +19,15 @@ from counterpoint.ops.expert_launches import (
     ANY,
     COMBINE,
     Behind,
-    Beside,
     Experts,
     Launched,
     Launches,
     Started,
-    Sums,
     aligned,
     block,
     on_island,
     sample,
+    sums_of_tokens,
     weight_desc,
     whole_rows,
 )
@@ -186,9 +185,8 @@ def combine(site: Site) -> Action:
     """
     each = Experts(site)
     p, tile = each.p, each.tile
-    names = ("x_desc", "w_desc", "add_ptr", "product_ptr", "routes_ptr", "R", "limit", "turn")
-    fixed = each.shared() | {"half_bytes": each.half_bytes, "LOCAL": p.by_routes,
-                             "TURNS": each.turns > 1}  # fmt: skip
+    names = ("x_desc", "w_desc", "add_ptr", "product_ptr", "routes_ptr", "R", "limit")
+    fixed = each.shared() | {"half_bytes": each.half_bytes, "LOCAL": p.by_routes}
     grid = Grid(None, reserve=False)  # nothing waits in it: see kernels/matmul_all_to_all.py
     multiply: dict[tuple[bool, bool], Launch] = {}
     tall = [tile.block_m, tile.block_k]
@@ -200,9 +198,7 @@ def combine(site: Site) -> Action:
             launch = each.launch(matmul_all_to_all_kernel, names, fixed | kinds, grid, each.options)
             samples = (x_like, sample(each, columns), each.dtype, each.dtype, torch.int32, 0, 0, 0)
             multiply[columns, adds] = launch.compile(*samples)
-    arrive = each.arrive(), ()
-    behind = None if each.of_tokens else _of_rows(each, arrive)
-    sums, beside = Sums(each) if each.of_tokens else None, Beside(each)
+    behind = (sums_of_tokens if each.of_tokens else _of_rows)(each, (each.arrive(), ()))
 
     def run(operands: Operands) -> None:
         if each.islands > 1:
@@ -218,20 +214,8 @@ def combine(site: Site) -> Action:
         if product is None:
             product = x.new_empty(limit, p.n)
         products = (x_desc, w_desc, x if add is None else add, product, routes, x.shape[0], limit)
-        launches.append((kernel := multiply[columns, add is not None], (*products, 0)))
-        if behind is not None:
-            Launch.in_a_row(launches + behind(started, operands, product))
-            return
-        assert sums is not None, "of tokens"
-        last = each.turns - 1
-        for turn in range(last):
-            Launch.in_a_row(launches)
-            beside.launch(sums.send(started, operands, product, (turn, turn + 1)))
-            launches = [(kernel, (*products, turn + 1))]
-        Launch.in_a_row(launches)
-        beside.join()
-        own = sums.send(started, operands, product, (last, p.ranks))
-        Launch.in_a_row([own, arrive, sums.collect(started, y)])
+        launches.append((multiply[columns, add is not None], products))
+        Launch.in_a_row(launches + behind(started, operands, product))
 
     temporaries[run] = partial(_temporaries, each)
     return run

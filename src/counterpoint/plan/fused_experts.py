@@ -21,7 +21,6 @@ MAX_EXPERTS = 1024  # of all ranks, in one kernel: see kernels/routes.py
 # matmul is, which fewer senders and loads in flight leave more to
 FEW_ROWS, MANY_ROWS = 96, 512
 LONG_K = 4096  # from which a tile's own stores matter little
-TURN_BLOCKS = 1  # of rows that a rank has for an expert, at least, where ranks have turns
 
 
 @dataclass(frozen=True)
@@ -74,17 +73,6 @@ def sending_of(rows: int, experts: int, ranks: int) -> Sending:
     senders = 16 if rows >= MANY_ROWS * experts else 32
     # all senders are at one expert at a time, so that it is there soon; a single one is in parts
     return Sending(senders, max(1, senders // ranks) * (1 if experts > 4 else 8))
-
-
-def turns_of(p: Problem, tile: Tile) -> int:
-    """Turns in which a combine by routes multiplies, one of each rank: sums of one are sent beside
-    the products of the next. One for all, where the rows of a rank for an expert are few, or where
-    rows are not in order of the ranks that they go to, as between islands.
-    """
-    if not p.by_routes or not _combines(p) or p.islands > 1:
-        return 1
-    each = p.m / max(p.experts, 1) / p.ranks
-    return p.ranks if each >= TURN_BLOCKS * tile.block_m else 1
 
 
 def inside(p: Problem) -> Problem:

@@ -142,14 +142,8 @@ class Launch:
         return None
 
     @staticmethod
-    def in_a_row(
-        launches: "Sequence[tuple[Launch, tuple[object, ...]]]", stream: int | None = None
-    ) -> None:
-        """Launch kernels, each with its arguments, one after another on the current stream.
-
-        Args:
-            stream: another one's handle, of kernels that are compiled.
-        """
+    def in_a_row(launches: "Sequence[tuple[Launch, tuple[object, ...]]]") -> None:
+        """Launch kernels, each with its arguments, one after another on the current stream."""
         for launch, given in launches:
             if launch._run is None:
                 launch(*given)
@@ -157,8 +151,7 @@ class Launch:
             arguments = launch._template.copy()
             for place, value in zip(launch._places, given, strict=True):
                 arguments[place] = value
-            on = raw_stream(launch._device.index) if stream is None else stream
-            launch._run(*arguments, stream=on)
+            launch._run(*arguments, stream=raw_stream(launch._device.index))
 
     def _arguments(self, given: Sequence[object]) -> list[Any]:
         arguments = self._template.copy()

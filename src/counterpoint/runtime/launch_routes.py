@@ -17,7 +17,7 @@ from counterpoint.runtime.launch import ALIGN, At, Fixed, Launch, at, launch_alo
 NAME = "exchange_routes"  # in errors
 MOST_EXPERTS = 1 << 10  # that a program holds
 MOST_TOP = 16  # experts of a token, which code is written out for
-ITEMS = 1 << 11  # numbers that a program holds: of some tokens, one for each expert
+ITEMS = 1 << 12  # numbers that a program holds: of some tokens, one for each expert
 COUNTS = 1 << 13  # that a program reads at a time
 TOKENS = 256  # of a program at a time, at most
 FEW_TOKENS = 16  # that fewer are treated as
