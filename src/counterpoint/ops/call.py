@@ -182,23 +182,10 @@ class Ready:
         board = self.board
         try:
             board.note(self.digest)
-            operands: dict[str, Tensor] = {}
-            for i, name, form in self.inputs:
-                tensor: Any = tensors[i]
-                operands[name] = form(tensor) if form else tensor
-            like: Any = tensors[self.inputs[0][0]]
-            results: list[Tensor] = []
-            for name, shape, transposed, dtype in self.outputs:
-                if shape[0] < 0:  # a step may put another tensor in its place
-                    operands[name] = like.new_empty(room, shape[1])
-                    continue
-                y: Tensor = like.new_empty(shape[::-1] if transposed else shape, dtype=dtype)
-                y = y.t() if transposed else y
-                operands[name] = y if len(shape) == 2 else y.flatten(0, -2)
-                results.append(y)
+            operands, results = self.operands(tensors, room)
             if self.code is not None:
                 if self.clears:
-                    operands["clear"] = like
+                    operands["clear"] = operands[self.inputs[0][1]]
                 self.code.run(operands)
                 if self.ends is not None:
                     self.ends(operands)
@@ -210,6 +197,34 @@ class Ready:
             board.end(error)
             raise
         return results
+
+    @property
+    def chains(self) -> bool:
+        """Whether `launched` may follow and be followed: see `execute.Code`."""
+        return self.code is not None and self.code.chains and self.ends is None
+
+    def launched(self, operands: dict[str, Tensor]) -> Callable[[], None]:
+        """What launches a call on these operands, which others may follow at once."""
+        assert self.code is not None
+        return self.code.launched(operands)
+
+    def operands(self, tensors: Tensors, room: int) -> tuple[dict[str, Tensor], list[Tensor]]:
+        """Of a call, and those results that no step puts another tensor in the place of."""
+        operands: dict[str, Tensor] = {}
+        for i, name, form in self.inputs:
+            tensor: Any = tensors[i]
+            operands[name] = form(tensor) if form else tensor
+        like: Any = tensors[self.inputs[0][0]]
+        results: list[Tensor] = []
+        for name, shape, transposed, dtype in self.outputs:
+            if shape[0] < 0:
+                operands[name] = like.new_empty(room, shape[1])
+                continue
+            y: Tensor = like.new_empty(shape[::-1] if transposed else shape, dtype=dtype)
+            y = y.t() if transposed else y
+            operands[name] = y if len(shape) == 2 else y.flatten(0, -2)
+            results.append(y)
+        return operands, results
 
     def _without_code(self, operands: dict[str, Tensor], results: list[Tensor]) -> None:
         """Fill results of a sum of nothing."""

@@ -234,23 +234,29 @@ def on_device(
     Raises:
         InputError: on CPU ranks, experts are none, or rows are more than there is room for.
     """
-    (num_experts, max_rows, drops), (tokens, top_k) = room, experts.shape
-
-    def facts() -> Facts:
-        more = {"tokens": str(tokens), "capacity": "drop" if drops else "error"}
-        return _facts(top_k, num_experts, max_rows, asks) | more
-
+    num_experts, max_rows, drops = room
     sizes = tell_routes.sizes_of(workspace, experts, max_rows)
     dtypes = experts.dtype, weights.dtype
     kernels = tell_routes.by_kernels(sizes, num_experts, dtypes, experts.device)
     with workspace.board.whole():
-        note_known((OP, tokens, top_k, room, asks), facts, workspace)
+        begin(workspace, experts, room, asks)
         found = tell_routes.find(
             workspace, sizes, experts, weights, num_experts, drops, kernels
         )  # fmt: skip
         if experts.is_cpu or checking():
             _look(experts, found[0].counts, num_experts, max_rows, workspace)
     return found
+
+
+def begin(workspace: Workspace, experts: Tensor, room: Room, asks: str) -> None:
+    """Say that such a call of `on_device` begins."""
+    (num_experts, max_rows, drops), (tokens, top_k) = room, experts.shape
+
+    def facts() -> Facts:
+        more = {"tokens": str(tokens), "capacity": "drop" if drops else "error"}
+        return _facts(top_k, num_experts, max_rows, asks) | more
+
+    note_known((OP, tokens, top_k, room, asks), facts, workspace)
 
 
 def _look(

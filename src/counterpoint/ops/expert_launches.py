@@ -240,17 +240,10 @@ def block_of(tile: Tile, columns: bool, gated: bool) -> list[int]:
     return [1, tile.block_n, tile.block_k] if columns else [1, tile.block_k, tile.block_n]
 
 
-def weight_desc(w: Tensor, tile: Tile, columns: bool, gated: bool = False) -> TensorDescriptor:
-    """A descriptor of weights [E_local, K, N]."""
-    stored = w.transpose(1, 2) if columns else w
-    block = block_of(tile, columns, gated)
-    return TensorDescriptor.from_tensor(stored.unflatten(1, (2, -1)) if gated else stored, block)
-
-
 def sample(each: Experts, columns: bool, gated: bool = False) -> TensorDescriptor:
     """A descriptor like that of a weight, of none."""
-    some = torch.empty(1, 16, 16, dtype=each.dtype, device=each.device)
-    return weight_desc(some.transpose(1, 2) if columns else some, each.tile, columns, gated)
+    some = torch.empty(1, *([2] * gated), 8, 8, dtype=each.dtype, device=each.device)
+    return TensorDescriptor.from_tensor(some, block_of(each.tile, columns, gated))
 
 
 def aligned(tensor: Tensor) -> Tensor:

@@ -3,7 +3,9 @@
 It does what `exchange_routes`, `all_to_all_matmul`, SwiGLU and `matmul_all_to_all` do by routes of
 max_rows, and their gradients, without asking again what was known, and without torch's dispatcher
 between them. The calls of the group are theirs, in their order: so one rank may come here while
-another one goes by the operators, as under a compiler or a mode of torch's.
+another one goes by the operators, as under a compiler or a mode of torch's. A forward whose calls
+are known is launched at once: its memory is made first, and where addresses repeat the host
+launches one graph.
 
 In shapes: T tokens, K experts of each, E experts of all ranks, D features, I hidden, R max_rows.
 """
@@ -21,8 +23,11 @@ from counterpoint.ops.fused_experts import COMBINE, DISPATCH
 from counterpoint.ops.plans import backward_plan, family_of
 from counterpoint.ops.register import its_backward, refuse_double
 from counterpoint.ops.weighted_rows import weigh
+from counterpoint.runtime import tell_routes
 from counterpoint.runtime.counted import Here, rows_here
 from counterpoint.runtime.device_routes import Found, Sizes
+from counterpoint.runtime.lanes_cuda import profiling
+from counterpoint.runtime.launch_collective import replayed
 from counterpoint.runtime.routes import NONE
 from counterpoint.runtime.workspace import Workspace
 
@@ -50,6 +55,58 @@ class Route(NamedTuple):
     renormalize: bool
 
 
+class Call(NamedTuple):
+    """One of both operators: see `routed_experts.operator_of`."""
+
+    op: str
+    plan: str
+    keep: bool = False
+    asks: str = ""
+    gated: str = ""
+
+
+class Needs(NamedTuple):
+    """Of what a forward is asked for gradients."""
+
+    route: bool
+    x: bool
+    gate_up: bool
+    down: bool
+
+    @property
+    def asks(self) -> str:
+        """Of routes."""
+        return "weights" if self.route else ""
+
+    def dispatch(self, plan: str) -> Call:
+        """That of tokens; without gradients there need be no products."""
+        gated = "kept" if self.x or self.gate_up else "alone"
+        return Call(DISPATCH, plan, self.gate_up, "x" if self.x else "", gated)
+
+    def combine(self, plan: str) -> Call:
+        """That of rows."""
+        return Call(COMBINE, plan, asks="some" if any(self) else "")
+
+
+NOTHING = Needs(False, False, False, False)
+
+
+class Made(NamedTuple):
+    """What a forward has made: routes, rows by expert where they are kept, and results.
+
+    Args:
+        products, hidden: of gate and up [R, 2 I], perhaps of no columns, and silu(gate) * up.
+        calls: of each of the three operators how many calls of the group there had been then.
+    """
+
+    found: Found
+    products: Tensor
+    rows: list[Tensor]
+    hidden: Tensor
+    y: Tensor
+    calls: list[int]
+
+
 class ExpertLayer:
     """The calls of layers of equal sizes over one group."""
 
@@ -60,33 +117,100 @@ class ExpertLayer:
         self.sizes = Sizes(tokens, top_k, self.ranks, max_rows)
         self.rows = routed_experts.facts_of(self.sizes, every)
         self.room = exchange_routes.Room(every, max_rows, drops)
+        self.none = torch.empty(0, dtype=torch.int64, device=workspace.device)  # rows dropped
 
     def find(self, experts: Tensor, weights: Tensor, asks: str) -> tuple[Found, Tensor]:
         """Routes, and how many rows each rank has dropped."""
         whole = self.whole(experts, NONE), self.whole(weights, 0.0)
         return exchange_routes.on_device(self.workspace, *whole, self.room, asks)
 
-    def run(
-        self, op: str, tensors: call.Tensors, plan: str, keep: bool = False, asks: str = "",
-        gated: str = "",
-    ) -> list[Tensor]:  # fmt: skip
-        """One of both operators; from the second time on as it is known."""
-        x, w = call.present(tensors)[:2]
+    def known(self, of: Call, w: Tensor, dtype: torch.dtype) -> tuple[Any, call.Ready | None]:
+        """What such a call is known by, and from the second time on what is ready for it."""
         # kept by the workspace, which forgets what points into memory that has gone
-        key = self, op, plan, keep, asks, gated, w.shape, w.stride(), x.dtype
-        ready: call.Ready | None = self.workspace.known.get(key)
+        key = self, of, w.shape, w.stride(), dtype
+        return key, self.workspace.known.get(key)
+
+    def run(self, of: Call, tensors: call.Tensors) -> list[Tensor]:
+        """One of both operators."""
+        x, w = call.present(tensors)[:2]
+        key, ready = self.known(of, w, x.dtype)
         if ready is not None:
-            return ready(tensors, routed_experts.room_of(op, self.sizes))
-        operator = routed_experts.operator_of(op, keep, asks, gated)
+            return ready(tensors, routed_experts.room_of(of.op, self.sizes))
+        operator = routed_experts.operator_of(of.op, *of[2:])
         group = self.workspace.group
         results = routed_experts.run_on_device(
-            operator, tensors, plan, self.sizes, group.group_name
+            operator, tensors, of.plan, self.sizes, group.group_name
         )
-        spec = "fused" if family_of(plan) == "auto" else plan
+        spec = "fused" if family_of(of.plan) == "auto" else of.plan
         ready = call.known_call(operator, tensors, spec, self.rows, group)
         if ready is not None:
             self.workspace.know(key, ready)
         return results
+
+    @torch.no_grad()
+    def at_once(
+        self, x: Tensor, experts: Tensor, weights: Tensor, parameters: tuple[Tensor, Tensor],
+        needs: Needs,
+    ) -> Made | None:  # fmt: skip
+        """A forward whose calls are known and of fused steps; None: it goes call by call.
+
+        Args:
+            parameters: gate_up and down.
+        """
+        facts, board, on_gpu = self.facts, self.board, x.is_cuda
+        if facts.drops or not facts.tokens or profiling():
+            return None
+        if on_gpu and torch.cuda.is_current_stream_capturing():
+            return None
+        gate_up, down = (w.transpose(1, 2) for w in parameters)
+        calls = needs.dispatch(self.plan), needs.combine(self.plan)
+        _, dispatch = self.known(calls[0], gate_up, x.dtype)
+        _, combine = self.known(calls[1], down, x.dtype)
+        if dispatch is None or combine is None or not (dispatch.chains and combine.chains):
+            return None
+        x, experts = self.whole(x, 0.0), self.whole(experts, NONE)
+        weights, every, told = self.whole(weights, 0.0), self.room.num_experts, None
+        if on_gpu:
+            told = tell_routes.launched(self.workspace, self.sizes, experts, weights, every)
+            if told is None:
+                return None
+        with board.whole():
+            if told is None:
+                found, _ = self.find(experts, weights, needs.asks)
+            else:
+                found = told.found
+                exchange_routes.begin(self.workspace, experts, self.room, needs.asks)
+            numbers, lists = [board.calls], found[1:]
+            first, _ = dispatch.operands((x, gate_up, *lists), facts.max_rows)
+            given = first["hidden"], down, *lists, found.weights, None
+            second, _ = combine.operands(given, facts.tokens)
+            launches = [dispatch.launched(first), combine.launched(second)]
+            for ready, launch in zip((dispatch, combine), launches, strict=True):
+                board.note(ready.digest)
+                numbers.append(board.calls)
+                if not on_gpu:
+                    launch()
+            if told is not None:
+                self._enqueue(calls, [told.enqueue, *launches], told.tensors, first, second)
+        rows = [first["rows"]] if needs.gate_up else []
+        return Made(found, first["y"], rows, first["hidden"], second["y"], numbers)
+
+    def _enqueue(
+        self, calls: tuple[Call, Call], launches: Sequence[Callable[[], None]],
+        told: Sequence[Tensor], *operands: dict[str, Tensor],
+    ) -> None:  # fmt: skip
+        """One after another; as a graph where all addresses have been met before."""
+
+        def enqueue(_: object = None) -> None:
+            for launch in launches:
+                launch()
+
+        tensors = *told, *operands[0].values(), *operands[1].values()
+        kinds = told[0].dtype, told[1].dtype, operands[0]["x"].dtype
+        strides = operands[0]["w"].stride(), operands[1]["w"].stride()
+        pointers = map(Tensor.data_ptr, tensors)
+        if not replayed(self.workspace, (self.facts, calls, kinds, *strides, *pointers), enqueue):
+            enqueue()
 
     def here(self, counts: Tensor) -> Here:
         """The rows of the experts here."""
@@ -111,8 +235,10 @@ class _Node(torch.autograd.Function):
     """
 
     @staticmethod
-    def begun(ctx: Any, layer: ExpertLayer, needs: tuple[bool, ...], *saved: Tensor | None) -> None:
-        ctx.layer, ctx.needs, ctx.call = layer, needs, (layer.board, layer.board.calls)
+    def begun(
+        ctx: Any, layer: ExpertLayer, number: int, needs: tuple[bool, ...], *saved: Tensor | None
+    ) -> None:
+        ctx.layer, ctx.needs, ctx.call = layer, needs, (layer.board, number)
         ctx.save_for_backward(*saved)
 
     @staticmethod
@@ -141,15 +267,19 @@ class _Routes(_Node):
 
     @staticmethod
     def forward(
-        ctx: Any, layer: ExpertLayer, renormalize: bool, logits: Tensor | None,
-        experts: Tensor | None, weights: Tensor | None,
+        ctx: Any, layer: ExpertLayer, made: Made | None, route: Route, logits: Tensor | None,
+        experts: Tensor, weights: Tensor,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        found, dropped, chosen = _found(layer, Route(logits, experts, weights, renormalize), True)
-        ctx.of_logits, ctx.renormalize = logits is not None, renormalize
-        ctx.number, ctx.dtype = chosen[0].shape[0], chosen[1].dtype
+        if made is None:
+            found, dropped = layer.find(experts, weights, "weights")
+            number = layer.board.calls
+        else:
+            (found, dropped), number = (made.found, layer.none), made.calls[0]
+        ctx.of_logits, ctx.renormalize = logits is not None, route.renormalize
+        ctx.number, ctx.dtype = experts.shape[0], weights.dtype
         ctx.mark_non_differentiable(*found[1:], dropped)
-        of_logits = (*chosen, logits) if logits is not None else ()
-        _Node.begun(ctx, layer, (), found.lists, *of_logits)
+        of_logits = (experts, weights, logits) if logits is not None else ()
+        _Node.begun(ctx, layer, number, (), found.lists, *of_logits)
         return *found, dropped
 
     @staticmethod
@@ -166,7 +296,7 @@ class _Routes(_Node):
             return (droute.to(ctx.dtype),)
 
         (droute,) = _Node.back(ctx, compute, grads[0].contiguous())
-        return None, None, *((droute, None, None) if ctx.of_logits else (None, None, droute))
+        return None, None, None, *((droute, None, None) if ctx.of_logits else (None, None, droute))
 
 
 class _Dispatch(_Node):
@@ -177,15 +307,19 @@ class _Dispatch(_Node):
 
     @staticmethod
     def forward(
-        ctx: Any, layer: ExpertLayer, x: Tensor, gate_up: Tensor, *lists: Tensor
+        ctx: Any, layer: ExpertLayer, made: Made | None, x: Tensor, gate_up: Tensor, *lists: Tensor
     ) -> tuple[Tensor, Tensor]:
-        needs = ctx.needs_input_grad[1], ctx.needs_input_grad[2]
-        products, *rows, hidden = _dispatched(layer, x, gate_up, lists, needs)
+        needs = ctx.needs_input_grad[2:4]
+        if made is None:
+            products, *rows, hidden = _dispatched(layer, x, gate_up, lists, needs)
+            number = layer.board.calls
+        else:
+            (_, products, rows, hidden, _, (_, number, _)) = made
         ctx.number = x.shape[0]
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(hidden)
         saved = gate_up if needs[0] else None, rows[0] if rows else None
-        _Node.begun(ctx, layer, needs, *saved, *lists)
+        _Node.begun(ctx, layer, number, needs, *saved, *lists)
         return products, hidden
 
     @staticmethod
@@ -197,15 +331,15 @@ class _Dispatch(_Node):
             dx = dgate_up = None
             if needs[0]:
                 plan = backward_plan(DISPATCH, layer.plan)
-                (dx,) = layer.run(COMBINE, (dy, gate_up, *lists, None, None), plan)
+                (dx,) = layer.run(Call(COMBINE, plan), (dy, gate_up, *lists, None, None))
                 dx = layer.own(dx, ctx.number)
             if rows is not None:
                 dgate_up = gradient_of(dy, rows, layer.here(lists[0]))
             return dx, dgate_up
 
         if grads[0] is None:
-            return (None,) * 6
-        return None, *_Node.back(ctx, compute, grads[0].contiguous()), None, None, None
+            return (None,) * 7
+        return None, None, *_Node.back(ctx, compute, grads[0].contiguous()), None, None, None
 
 
 class _Combine(_Node):
@@ -213,13 +347,17 @@ class _Combine(_Node):
 
     @staticmethod
     def forward(
-        ctx: Any, layer: ExpertLayer, products: Tensor, hidden: Tensor, each: Tensor, down: Tensor,
-        *lists: Tensor,
+        ctx: Any, layer: ExpertLayer, made: Made | None, products: Tensor, hidden: Tensor,
+        each: Tensor, down: Tensor, *lists: Tensor,
     ) -> Tensor:  # fmt: skip
-        of_products, _, *others = ctx.needs_input_grad[1:5]
-        y = _combined(layer, hidden, each, down, lists, "some")
+        of_products, _, of_each, of_down = ctx.needs_input_grad[2:6]
+        if made is None:
+            y, number = _combined(layer, hidden, each, down, lists, "some"), layer.board.calls
+        else:
+            y, number = made.y, made.calls[2]
         saved = products if of_products else None, hidden
-        _Node.begun(ctx, layer, (of_products, *others), *saved, each, down, *lists)
+        needs = of_products, of_each, of_down
+        _Node.begun(ctx, layer, number, needs, *saved, each, down, *lists)
         return y
 
     @staticmethod
@@ -231,7 +369,7 @@ class _Combine(_Node):
             of_products, of_each, of_down = needs
             counts, dproducts, ddown, deach = lists[0], None, None, None
             plan, given = backward_plan(COMBINE, layer.plan), (layer.whole(dy, 0.0), down, *lists)
-            dhidden, *drows = layer.run(DISPATCH, given, plan, of_down)
+            dhidden, *drows = layer.run(Call(DISPATCH, plan, of_down), given)
             if of_products or of_each:
                 dhidden, deach = weigh(dhidden, each, hidden, counts, layer.rank)
             if of_down:
@@ -244,29 +382,16 @@ class _Combine(_Node):
             return dproducts, deach if of_each else None, ddown
 
         dproducts, *found = _Node.back(ctx, compute, grads[0].resolve_neg())
-        return None, dproducts, None, *found, None, None, None
-
-
-def _found(layer: ExpertLayer, route: Route, asks: bool) -> tuple[Found, Tensor, Any]:
-    """Routes, dropped rows, and the experts and weights that were chosen."""
-    logits, experts, weights, renormalize = route
-    if logits is not None:
-        weights, experts = router.chosen(logits, layer.facts.top_k, renormalize)
-    assert experts is not None and weights is not None
-    return *layer.find(experts, weights, "weights" if asks else ""), (experts, weights)
+        return None, None, dproducts, None, *found, None, None, None
 
 
 def _dispatched(
-    layer: ExpertLayer, x: Tensor, gate_up: Tensor, lists: Sequence[Tensor],
-    needs: tuple[bool, bool],
-) -> list[Tensor]:  # fmt: skip
-    """The products, where gate_up needs a gradient the rows that came here, and silu(gate) * up.
-
-    Without gradients there need be no products.
-    """
+    layer: ExpertLayer, x: Tensor, gate_up: Tensor, lists: Sequence[Tensor], needs: Sequence[bool]
+) -> list[Tensor]:
+    """The products, where gate_up needs a gradient the rows that came here, and silu(gate) * up."""
     operands = layer.whole(x, 0.0), gate_up.transpose(1, 2), *lists
-    gated = "kept" if any(needs) else "alone"
-    return layer.run(DISPATCH, operands, layer.plan, needs[1], "x" if needs[0] else "", gated)
+    of_x, of_gate_up = needs
+    return layer.run(Needs(False, of_x, of_gate_up, False).dispatch(layer.plan), operands)
 
 
 def _combined(
@@ -275,7 +400,7 @@ def _combined(
 ) -> Tensor:  # fmt: skip
     """The sums of tokens."""
     operands = hidden, down.transpose(1, 2), *lists, each, None
-    return layer.run(COMBINE, operands, layer.plan, False, asks)[0]
+    return layer.run(Call(COMBINE, layer.plan, asks=asks), operands)[0]
 
 
 def through(
@@ -286,22 +411,32 @@ def through(
     Gradients are those of three calls, as the operators have them: so each rank makes the same ones
     in a backward that asks for some of them alone.
     """
-    of_route, grads = (
-        route.weights if route.logits is None else route.logits,
-        torch.is_grad_enabled(),
-    )
-    if grads and of_route is not None and of_route.requires_grad:
-        each, *lists, dropped = _Routes.apply(layer, route.renormalize, *route[:3])  # type: ignore[misc]
+    logits, experts, weights, renormalize = route
+    if logits is not None:
+        weights, experts = router.chosen(logits.detach(), layer.facts.top_k, renormalize)
+    assert experts is not None and weights is not None
+    of_route = weights if logits is None else logits
+    needs = NOTHING
+    if torch.is_grad_enabled():
+        needs = Needs(*(t.requires_grad for t in (of_route, x, gate_up, down)))
+    made = layer.at_once(x, experts, weights, (gate_up, down), needs)
+    if needs.route:
+        each, *lists, dropped = _Routes.apply(layer, made, route, logits, experts, weights)  # type: ignore[misc]
+    elif made is None:
+        (each, *lists), dropped = layer.find(experts, weights, "")
     else:
-        (each, *lists), dropped, _ = _found(layer, route, False)
-    if grads and (x.requires_grad or gate_up.requires_grad):
-        products, hidden = _Dispatch.apply(layer, x, gate_up, *lists)  # type: ignore[misc]
-    else:
+        (each, *lists), dropped = made.found, layer.none
+    products: Any
+    if needs.x or needs.gate_up:
+        products, hidden = _Dispatch.apply(layer, made, x, gate_up, *lists)  # type: ignore[misc]
+    elif made is None:
         products, hidden = _dispatched(layer, x, gate_up, lists, (False, False))
-    if grads and any(t.requires_grad for t in (products, each, down)):
-        y: Any = _Combine.apply(layer, products, hidden, each, down, *lists)
     else:
-        y = _combined(layer, hidden, each, down, lists, "")
+        products, hidden = made.products, made.hidden
+    if any(needs):
+        y: Any = _Combine.apply(layer, made, products, hidden, each, down, *lists)
+    else:
+        y = made.y if made else _combined(layer, hidden, each, down, lists, "")
     return (y if y.shape[0] == x.shape[0] else y[: x.shape[0]]), dropped
 
 

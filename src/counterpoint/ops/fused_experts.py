@@ -25,10 +25,10 @@ from counterpoint.ops.expert_launches import (
     Started,
     aligned,
     block,
+    block_of,
     on_island,
     sample,
     sums_of_tokens,
-    weight_desc,
     whole_rows,
 )
 from counterpoint.ops.token_sums import sum_of_rows
@@ -131,7 +131,9 @@ def dispatch(site: Site) -> Action:
     grid = Grid(None, sending.senders, reserve=False)
     multiply: dict[tuple[bool, bool], Launch] = {}
     gates = p.by_routes and p.n % (2 * ALIGN // p.item_bytes) == 0
-    for columns, gated in ((False, False), (True, False), *([(True, True)] if gates else ())):
+    ways = [(False, False), (True, False), *([(True, True)] if gates else [])]
+    blocks = {way: block_of(tile, *way) for way in ways}
+    for columns, gated in ways:
         kinds = {"COLUMNS": columns, "GATED": gated}
         launch = each.launch(all_to_all_matmul_kernel, given, fixed | kinds, grid, each.options)
         like = each.dtype, sample(each, columns, gated), *(each.dtype,) * 2, *(torch.int32,) * 4
@@ -155,7 +157,9 @@ def dispatch(site: Site) -> Action:
         if hidden is not None and not gated and not y.shape[1]:
             y = x.new_empty(limit, p.n)
         columns = w.stride(1) == 1
-        w_desc = weight_desc(w, tile, columns, gated)
+        stored = w.transpose(1, 2) if columns else w
+        stored = stored.unflatten(1, (2, -1)) if gated else stored
+        w_desc = TensorDescriptor.from_tensor(stored, blocks[columns, gated])
         given = routes, routes, operands["x"].shape[0], limit, limit
         if lists is not None and sizes is not None:
             given = lists.sent, lists.rows, sizes.back, limit, p.m
@@ -189,6 +193,7 @@ def combine(site: Site) -> Action:
     fixed = each.shared() | {"half_bytes": each.half_bytes, "LOCAL": p.by_routes}
     grid = Grid(None, reserve=False)  # nothing waits in it: see kernels/matmul_all_to_all.py
     multiply: dict[tuple[bool, bool], Launch] = {}
+    blocks = [block_of(tile, columns, False) for columns in (False, True)]
     tall = [tile.block_m, tile.block_k]
     some = torch.empty(1, p.k, dtype=each.dtype, device=each.device)
     x_like = TensorDescriptor.from_tensor(some, tall)
@@ -196,7 +201,7 @@ def combine(site: Site) -> Action:
         for adds in (False, True):
             kinds = {"COLUMNS": columns, "HAS_ADD": adds}
             launch = each.launch(matmul_all_to_all_kernel, names, fixed | kinds, grid, each.options)
-            samples = (x_like, sample(each, columns), each.dtype, each.dtype, torch.int32, 0, 0, 0)
+            samples = (x_like, sample(each, columns), each.dtype, each.dtype, torch.int32, 0, 0)
             multiply[columns, adds] = launch.compile(*samples)
     behind = (sums_of_tokens if each.of_tokens else _of_rows)(each, (each.arrive(), ()))
 
@@ -209,7 +214,7 @@ def combine(site: Site) -> Action:
         x_desc = TensorDescriptor.from_tensor(x, tall)
         if add is not None and add.data_ptr() % ALIGN:
             add = add.clone()
-        w_desc = weight_desc(w, tile, columns)
+        w_desc = TensorDescriptor.from_tensor(w.transpose(1, 2) if columns else w, blocks[columns])
         product = operands.get("product") if each.of_tokens else y
         if product is None:
             product = x.new_empty(limit, p.n)

@@ -3,6 +3,7 @@
 A plan is compiled once for a workspace; running it then only fills in the operands.
 """
 
+from collections.abc import Callable
 from types import MappingProxyType
 from typing import Protocol
 
@@ -18,10 +19,15 @@ from counterpoint.runtime.workspace import Operands, Workspace
 
 
 class Code(Protocol):
-    """A program compiled for one workspace."""
+    """A program compiled for one workspace.
+
+    Attributes:
+        chains: calls may be launched together with others that follow them: see `launched`.
+    """
 
     program: Program
     workspace: Workspace
+    chains: bool
 
     def run(self, operands: Operands) -> None:
         """Run one call in stream order.
@@ -31,6 +37,14 @@ class Code(Protocol):
 
         Raises:
             PeerTimeoutError: a peer did not signal in time; the group is unusable.
+        """
+        ...
+
+    def launched(self, operands: Operands) -> Callable[[], None]:
+        """What launches a call on the current stream; all its memory is there from now on.
+
+        Of code that chains. It neither follows the group's last call nor looks for faults: that is
+        for whoever launches all of them.
         """
         ...
 

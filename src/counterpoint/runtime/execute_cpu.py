@@ -7,6 +7,7 @@ their order. How a wait ends that is in vain: notice_board.py.
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from threading import Event
 
 import torch
@@ -47,6 +48,7 @@ class CpuCode:
     ) -> None:
         self.program = program
         self.workspace = workspace
+        self.chains = program.plan.problem.counts == "device_routed" and len(program.steps) == 1
         self.pads = pads_of(workspace)
         places = Places(workspace, program.plan)
         self.calls = calls
@@ -91,6 +93,10 @@ class CpuCode:
         operands.update(self.constants)
         _Call(self, operands, recording).run()
         self.workspace.board.compare()
+
+    def launched(self, operands: Operands) -> Callable[[], None]:
+        """See `execute.Code.launched`."""
+        return partial(self.run, operands)
 
 
 class _Call:

@@ -5,6 +5,7 @@ it at the start of a call and joined before it returns. Everything is enqueued a
 on the host, so a call can be captured in a CUDA graph.
 """
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
@@ -97,6 +98,7 @@ class CudaCode:
                 known = (temporaries.get(action) for action in self.plain)
                 self.temporaries = [made for made in known if made is not None]
             self.replayable = self.replayable or bool(self.temporaries)
+        self.chains = bool(self.temporaries)
 
     def _compiled_steps(self, places: Places) -> list["_CudaStep"]:
         """All steps. Ranks meet behind them where a kernel waits for its peers.
@@ -142,8 +144,8 @@ class CudaCode:
                 key = (self.tag, *pointers, *map(Tensor.stride, given))
                 if self.sized:
                     key += tuple((t.shape, t.dtype) for t in given)
-                # tensors of nothing are made anew, which a graph would keep
-                whole = not self.sized or all(pointers)
+                # tensors of no rows are made anew, which a graph would keep
+                whole = not self.sized or all(t.shape[0] for t in given)
                 enqueue = partial(self._enqueue, operands, capturing=True)
                 if whole and self.lanes.replays.run(key, enqueue):
                     return
@@ -156,6 +158,18 @@ class CudaCode:
             else:
                 self._enqueue(operands, torch.cuda.current_stream(), capturing=capturing)
         self.ran = True
+
+    def launched(self, operands: Operands) -> Callable[[], None]:
+        """See `execute.Code.launched`."""
+        for made in self.temporaries:
+            operands.update(made(operands))
+        operands.update(self.constants)
+
+        def run() -> None:
+            for action in self.plain or ():
+                action(operands)
+
+        return run
 
     def _loading(self) -> AbstractContextManager[object]:
         """Where kernels may be compiled and loaded: also while a graph is captured."""

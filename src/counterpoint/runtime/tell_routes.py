@@ -4,8 +4,10 @@ On GPUs by kernels alone, and as one launch where the addresses of a call repeat
 Else by torch and by the library's collectives, with the same result.
 """
 
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -101,6 +103,41 @@ def _in_one(
     gather: Run,
 ) -> Found:  # fmt: skip
     """By kernels alone; a call whose addresses repeat is one launch: see replay.py."""
+    found, enqueue, tensors = _launched(workspace, sizes, experts, weights, num_experts, gather)
+    key = OP, sizes, num_experts, experts.dtype, weights.dtype, *map(Tensor.data_ptr, tensors)
+    if not replayed(workspace, key, lambda _: enqueue()):
+        enqueue()
+    return found
+
+
+class Launched(NamedTuple):
+    """Routes whose memory is there, what launches the kernels that find them, and all tensors."""
+
+    found: Found
+    enqueue: Callable[[], None]
+    tensors: Sequence[Tensor]
+
+
+def launched(
+    workspace: Workspace, sizes: Sizes, experts: Tensor, weights: Tensor, num_experts: int
+) -> Launched | None:  # fmt: skip
+    """As `find`, where nothing is dropped, for a launch together with what follows.
+
+    None: kernels do not find all of it.
+    """
+    dtypes = experts.dtype, weights.dtype
+    if sizes.islands > 1 or not by_kernels(sizes, num_experts, dtypes, experts.device):
+        return None
+    gather = collective_of(workspace, "all_gather", sizes.tokens * 2 * sizes.top, GATHERED)
+    if gather is None:
+        return None
+    return _launched(workspace, sizes, experts, weights, num_experts, gather)
+
+
+def _launched(
+    workspace: Workspace, sizes: Sizes, experts: Tensor, weights: Tensor, num_experts: int,
+    gather: Run,
+) -> Launched:  # fmt: skip
     part, ranks = sizes.tokens * 2 * sizes.top, sizes.ranks
     experts, weights = experts.contiguous(), weights.contiguous()
     found = _new(sizes, experts, num_experts)
@@ -109,7 +146,7 @@ def _in_one(
     starts = [*accumulate((aligned(part), aligned(ranks * part), words), initial=0)]
     memory = found.lists.new_empty(starts[-1])
 
-    def enqueue(stream: object = None) -> None:
+    def enqueue() -> None:
         told = memory[:part].view(-1, 2 * sizes.top)
         every = memory[starts[1] : starts[1] + ranks * part].view(-1, 2 * sizes.top)
         launch_routes.tell_into(told, experts, weights, num_experts)
@@ -117,11 +154,7 @@ def _in_one(
         given = launch_routes.Given(*found, sizes.at(found.lists)[:5], every)
         launch_routes.routes_into(given, workspace.rank, sizes.received, memory[starts[2] :])
 
-    tensors = experts, weights, memory, *found
-    key = OP, sizes, num_experts, experts.dtype, weights.dtype, *map(Tensor.data_ptr, tensors)
-    if not replayed(workspace, key, enqueue):
-        enqueue()
-    return found
+    return Launched(found, enqueue, (experts, weights, memory, *found))
 
 
 def _new(sizes: Sizes, like: Tensor, num_experts: int) -> Found:
