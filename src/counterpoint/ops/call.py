@@ -133,6 +133,13 @@ class Compiled(NamedTuple):
     digests: dict[object, int]
 
 
+class Chained(NamedTuple):
+    """What launches a call on the current stream, and the operands, whose memory is there."""
+
+    launch: Callable[[], None]
+    operands: Operands
+
+
 class Ready:
     """A call of a plan whose facts have been checked, compiled."""
 
@@ -169,11 +176,14 @@ class Ready:
         self.clears = operator.clears
         self.activation = str(dict(operator.settings).get("activation", ""))
 
-    def __call__(self, tensors: Tensors, room: int = 0) -> list[Tensor]:
+    def __call__(
+        self, tensors: Tensors, room: int = 0, chain: "list[Chained] | None" = None
+    ) -> list[Tensor]:
         """Run on the current stream; the results are new tensors.
 
         Args:
             room: rows of results whose rows the counts of a call say.
+            chain: of a call that chains, which is not launched but put here.
 
         Raises:
             PeerTimeoutError: a peer did not answer; the group is unusable.
@@ -182,11 +192,27 @@ class Ready:
         board = self.board
         try:
             board.note(self.digest)
-            operands, results = self.operands(tensors, room)
+            operands: dict[str, Tensor] = {}
+            for i, name, form in self.inputs:
+                tensor: Any = tensors[i]
+                operands[name] = form(tensor) if form else tensor
+            like: Any = tensors[self.inputs[0][0]]
+            results: list[Tensor] = []
+            for name, shape, transposed, dtype in self.outputs:
+                if shape[0] < 0:  # a step may put another tensor in its place
+                    operands[name] = like.new_empty(room, shape[1])
+                    continue
+                y: Tensor = like.new_empty(shape[::-1] if transposed else shape, dtype=dtype)
+                y = y.t() if transposed else y
+                operands[name] = y if len(shape) == 2 else y.flatten(0, -2)
+                results.append(y)
             if self.code is not None:
                 if self.clears:
-                    operands["clear"] = operands[self.inputs[0][1]]
-                self.code.run(operands)
+                    operands["clear"] = like
+                if chain is not None:
+                    chain.append(Chained(self.code.launched(operands), operands))
+                else:
+                    self.code.run(operands)
                 if self.ends is not None:
                     self.ends(operands)
                 results += [operands[name] for name in (*self.made, *self.counted)]
@@ -200,31 +226,8 @@ class Ready:
 
     @property
     def chains(self) -> bool:
-        """Whether `launched` may follow and be followed: see `execute.Code`."""
+        """Whether a call may be launched together with others: see `execute.Code`."""
         return self.code is not None and self.code.chains and self.ends is None
-
-    def launched(self, operands: dict[str, Tensor]) -> Callable[[], None]:
-        """What launches a call on these operands, which others may follow at once."""
-        assert self.code is not None
-        return self.code.launched(operands)
-
-    def operands(self, tensors: Tensors, room: int) -> tuple[dict[str, Tensor], list[Tensor]]:
-        """Of a call, and those results that no step puts another tensor in the place of."""
-        operands: dict[str, Tensor] = {}
-        for i, name, form in self.inputs:
-            tensor: Any = tensors[i]
-            operands[name] = form(tensor) if form else tensor
-        like: Any = tensors[self.inputs[0][0]]
-        results: list[Tensor] = []
-        for name, shape, transposed, dtype in self.outputs:
-            if shape[0] < 0:
-                operands[name] = like.new_empty(room, shape[1])
-                continue
-            y: Tensor = like.new_empty(shape[::-1] if transposed else shape, dtype=dtype)
-            y = y.t() if transposed else y
-            operands[name] = y if len(shape) == 2 else y.flatten(0, -2)
-            results.append(y)
-        return operands, results
 
     def _without_code(self, operands: dict[str, Tensor], results: list[Tensor]) -> None:
         """Fill results of a sum of nothing."""

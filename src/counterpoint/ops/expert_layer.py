@@ -180,36 +180,34 @@ class ExpertLayer:
             else:
                 found = told.found
                 exchange_routes.begin(self.workspace, experts, self.room, needs.asks)
-            numbers, lists = [board.calls], found[1:]
-            first, _ = dispatch.operands((x, gate_up, *lists), facts.max_rows)
-            given = first["hidden"], down, *lists, found.weights, None
-            second, _ = combine.operands(given, facts.tokens)
-            launches = [dispatch.launched(first), combine.launched(second)]
-            for ready, launch in zip((dispatch, combine), launches, strict=True):
-                board.note(ready.digest)
-                numbers.append(board.calls)
-                if not on_gpu:
-                    launch()
+            numbers, lists, chain = [board.calls], found[1:], list[call.Chained]()
+            products, *rows, hidden = dispatch((x, gate_up, *lists), facts.max_rows, chain)
+            numbers.append(board.calls)
+            if not on_gpu:
+                chain[0].launch()
+            given = hidden, down, *lists, found.weights, None
+            (y,) = combine(given, facts.tokens, chain)
+            numbers.append(board.calls)
+            if not on_gpu:
+                chain[1].launch()
             if told is not None:
-                self._enqueue(calls, [told.enqueue, *launches], told.tensors, first, second)
-        rows = [first["rows"]] if needs.gate_up else []
-        return Made(found, first["y"], rows, first["hidden"], second["y"], numbers)
+                self._launch((calls, gate_up.stride(), down.stride()), told, chain)
+        return Made(found, products, rows, hidden, y, numbers)
 
-    def _enqueue(
-        self, calls: tuple[Call, Call], launches: Sequence[Callable[[], None]],
-        told: Sequence[Tensor], *operands: dict[str, Tensor],
+    def _launch(
+        self, known: tuple[object, ...], told: tell_routes.Launched, chain: list[call.Chained]
     ) -> None:  # fmt: skip
         """One after another; as a graph where all addresses have been met before."""
 
         def enqueue(_: object = None) -> None:
-            for launch in launches:
+            told.enqueue()
+            for launch, _ in chain:
                 launch()
 
-        tensors = *told, *operands[0].values(), *operands[1].values()
-        kinds = told[0].dtype, told[1].dtype, operands[0]["x"].dtype
-        strides = operands[0]["w"].stride(), operands[1]["w"].stride()
-        pointers = map(Tensor.data_ptr, tensors)
-        if not replayed(self.workspace, (self.facts, calls, kinds, *strides, *pointers), enqueue):
+        tensors = *told.tensors, *chain[0].operands.values(), *chain[1].operands.values()
+        dtypes = told.tensors[0].dtype, told.tensors[1].dtype, chain[0].operands["x"].dtype
+        key = self.facts, *known, *dtypes, *map(Tensor.data_ptr, tensors)
+        if not replayed(self.workspace, key, enqueue):
             enqueue()
 
     def here(self, counts: Tensor) -> Here:
