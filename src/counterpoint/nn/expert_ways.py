@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from counterpoint.errors import InputError
-from counterpoint.ops import expert_layer, experts_check
+from counterpoint.ops import expert_calls, expert_layer, experts_check
 from counterpoint.ops.activations import swiglu
 from counterpoint.ops.all_to_all_matmul import all_to_all_matmul
 from counterpoint.ops.check import autocast, is_fake
@@ -99,8 +99,8 @@ def through(
     else:
         room = layer and room_for(layer, number, workspace_of(of.group, x.device), of.fits)
     if way is not None and room is not None:
-        facts = expert_layer.Facts(*room, of.top_k, of.num_experts, way.drops, way.plan)
-        call = expert_layer.layer_of(workspace_of(of.group, x.device), facts)
+        facts = expert_calls.Facts(*room, of.top_k, of.num_experts, way.drops, way.plan)
+        call = expert_calls.layer_of(workspace_of(of.group, x.device), facts)
         given: Any = autocast(tokens, *parameters) if way.casts else (tokens, *parameters)
         route = Route(logits, experts, weights, route.renormalize)
         y, dropped = expert_layer.through(call, given[0], route, *given[1:])

@@ -133,13 +133,6 @@ class Compiled(NamedTuple):
     digests: dict[object, int]
 
 
-class Chained(NamedTuple):
-    """What launches a call on the current stream, and the operands, whose memory is there."""
-
-    launch: Callable[[], None]
-    operands: Operands
-
-
 class Ready:
     """A call of a plan whose facts have been checked, compiled."""
 
@@ -176,14 +169,11 @@ class Ready:
         self.clears = operator.clears
         self.activation = str(dict(operator.settings).get("activation", ""))
 
-    def __call__(
-        self, tensors: Tensors, room: int = 0, chain: "list[Chained] | None" = None
-    ) -> list[Tensor]:
+    def __call__(self, tensors: Tensors, room: int = 0) -> list[Tensor]:
         """Run on the current stream; the results are new tensors.
 
         Args:
             room: rows of results whose rows the counts of a call say.
-            chain: of a call that chains, which is not launched but put here.
 
         Raises:
             PeerTimeoutError: a peer did not answer; the group is unusable.
@@ -209,10 +199,7 @@ class Ready:
             if self.code is not None:
                 if self.clears:
                     operands["clear"] = like
-                if chain is not None:
-                    chain.append(Chained(self.code.launched(operands), operands))
-                else:
-                    self.code.run(operands)
+                self.code.run(operands)
                 if self.ends is not None:
                     self.ends(operands)
                 results += [operands[name] for name in (*self.made, *self.counted)]
@@ -228,6 +215,16 @@ class Ready:
     def chains(self) -> bool:
         """Whether a call may be launched together with others: see `execute.Code`."""
         return self.code is not None and self.code.chains and self.ends is None
+
+    def bound(self, tensors: Tensors, results: Operands) -> Operands:
+        """The operands of a call whose results are there, by name."""
+        found: Operands = {}
+        for i, name, form in self.inputs:
+            tensor: Any = tensors[i]
+            found[name] = form(tensor) if form else tensor
+        if self.clears:
+            found["clear"] = found[self.inputs[0][1]]
+        return found | results
 
     def _without_code(self, operands: dict[str, Tensor], results: list[Tensor]) -> None:
         """Fill results of a sum of nothing."""

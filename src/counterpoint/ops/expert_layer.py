@@ -4,8 +4,7 @@ It does what `exchange_routes`, `all_to_all_matmul`, SwiGLU and `matmul_all_to_a
 max_rows, and their gradients, without asking again what was known, and without torch's dispatcher
 between them. The calls of the group are theirs, in their order: so one rank may come here while
 another one goes by the operators, as under a compiler or a mode of torch's. A forward whose calls
-are known is launched at once: its memory is made first, and where addresses repeat the host
-launches one graph.
+are known is launched at once: see expert_forward.py.
 
 In shapes: T tokens, K experts of each, E experts of all ranks, D features, I hidden, R max_rows.
 """
@@ -14,36 +13,19 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from counterpoint.ops import activations, call, exchange_routes, routed_experts, router
+from counterpoint.ops import activations, exchange_routes, router
+from counterpoint.ops.expert_calls import NOTHING, Call, ExpertLayer, Needs
+from counterpoint.ops.expert_forward import Made, at_once
 from counterpoint.ops.expert_gradients import gradient_of
 from counterpoint.ops.fused_experts import COMBINE, DISPATCH
-from counterpoint.ops.plans import backward_plan, family_of
+from counterpoint.ops.plans import backward_plan
 from counterpoint.ops.register import its_backward, refuse_double
 from counterpoint.ops.weighted_rows import weigh
-from counterpoint.runtime import tell_routes
-from counterpoint.runtime.counted import Here, rows_here
-from counterpoint.runtime.device_routes import Found, Sizes
-from counterpoint.runtime.lanes_cuda import profiling
-from counterpoint.runtime.launch_collective import replayed
-from counterpoint.runtime.routes import NONE
-from counterpoint.runtime.workspace import Workspace
 
 Grads = tuple[Tensor | None, ...]
 Lists = tuple[Tensor, Tensor, Tensor]  # counts, firsts and lists of routes: see device_routes.py
-
-
-class Facts(NamedTuple):
-    """What is equal in all calls of an `ExpertLayer`."""
-
-    tokens: int  # of each rank at most; who has fewer has tokens of no expert behind them
-    max_rows: int  # by expert, of each rank
-    top_k: int
-    num_experts: int  # of all ranks
-    drops: bool
-    plan: str
 
 
 class Route(NamedTuple):
@@ -53,177 +35,6 @@ class Route(NamedTuple):
     experts: Tensor | None  # [T, K]
     weights: Tensor | None  # [T, K]
     renormalize: bool
-
-
-class Call(NamedTuple):
-    """One of both operators: see `routed_experts.operator_of`."""
-
-    op: str
-    plan: str
-    keep: bool = False
-    asks: str = ""
-    gated: str = ""
-
-
-class Needs(NamedTuple):
-    """Of what a forward is asked for gradients."""
-
-    route: bool
-    x: bool
-    gate_up: bool
-    down: bool
-
-    @property
-    def asks(self) -> str:
-        """Of routes."""
-        return "weights" if self.route else ""
-
-    def dispatch(self, plan: str) -> Call:
-        """That of tokens; without gradients there need be no products."""
-        gated = "kept" if self.x or self.gate_up else "alone"
-        return Call(DISPATCH, plan, self.gate_up, "x" if self.x else "", gated)
-
-    def combine(self, plan: str) -> Call:
-        """That of rows."""
-        return Call(COMBINE, plan, asks="some" if any(self) else "")
-
-
-NOTHING = Needs(False, False, False, False)
-
-
-class Made(NamedTuple):
-    """What a forward has made: routes, rows by expert where they are kept, and results.
-
-    Args:
-        products, hidden: of gate and up [R, 2 I], perhaps of no columns, and silu(gate) * up.
-        calls: of each of the three operators how many calls of the group there had been then.
-    """
-
-    found: Found
-    products: Tensor
-    rows: list[Tensor]
-    hidden: Tensor
-    y: Tensor
-    calls: list[int]
-
-
-class ExpertLayer:
-    """The calls of layers of equal sizes over one group."""
-
-    def __init__(self, workspace: Workspace, facts: Facts) -> None:
-        self.workspace, self.facts, self.board = workspace, facts, workspace.board
-        tokens, max_rows, top_k, every, drops, self.plan = facts
-        self.ranks, self.rank = workspace.group.size(), workspace.rank
-        self.sizes = Sizes(tokens, top_k, self.ranks, max_rows)
-        self.rows = routed_experts.facts_of(self.sizes, every)
-        self.room = exchange_routes.Room(every, max_rows, drops)
-        self.none = torch.empty(0, dtype=torch.int64, device=workspace.device)  # rows dropped
-
-    def find(self, experts: Tensor, weights: Tensor, asks: str) -> tuple[Found, Tensor]:
-        """Routes, and how many rows each rank has dropped."""
-        whole = self.whole(experts, NONE), self.whole(weights, 0.0)
-        return exchange_routes.on_device(self.workspace, *whole, self.room, asks)
-
-    def known(self, of: Call, w: Tensor, dtype: torch.dtype) -> tuple[Any, call.Ready | None]:
-        """What such a call is known by, and from the second time on what is ready for it."""
-        # kept by the workspace, which forgets what points into memory that has gone
-        key = self, of, w.shape, w.stride(), dtype
-        return key, self.workspace.known.get(key)
-
-    def run(self, of: Call, tensors: call.Tensors) -> list[Tensor]:
-        """One of both operators."""
-        x, w = call.present(tensors)[:2]
-        key, ready = self.known(of, w, x.dtype)
-        if ready is not None:
-            return ready(tensors, routed_experts.room_of(of.op, self.sizes))
-        operator = routed_experts.operator_of(of.op, *of[2:])
-        group = self.workspace.group
-        results = routed_experts.run_on_device(
-            operator, tensors, of.plan, self.sizes, group.group_name
-        )
-        spec = "fused" if family_of(of.plan) == "auto" else of.plan
-        ready = call.known_call(operator, tensors, spec, self.rows, group)
-        if ready is not None:
-            self.workspace.know(key, ready)
-        return results
-
-    @torch.no_grad()
-    def at_once(
-        self, x: Tensor, experts: Tensor, weights: Tensor, parameters: tuple[Tensor, Tensor],
-        needs: Needs,
-    ) -> Made | None:  # fmt: skip
-        """A forward whose calls are known and of fused steps; None: it goes call by call.
-
-        Args:
-            parameters: gate_up and down.
-        """
-        facts, board, on_gpu = self.facts, self.board, x.is_cuda
-        if facts.drops or not facts.tokens or profiling():
-            return None
-        if on_gpu and torch.cuda.is_current_stream_capturing():
-            return None
-        gate_up, down = (w.transpose(1, 2) for w in parameters)
-        calls = needs.dispatch(self.plan), needs.combine(self.plan)
-        _, dispatch = self.known(calls[0], gate_up, x.dtype)
-        _, combine = self.known(calls[1], down, x.dtype)
-        if dispatch is None or combine is None or not (dispatch.chains and combine.chains):
-            return None
-        x, experts = self.whole(x, 0.0), self.whole(experts, NONE)
-        weights, every, told = self.whole(weights, 0.0), self.room.num_experts, None
-        if on_gpu:
-            told = tell_routes.launched(self.workspace, self.sizes, experts, weights, every)
-            if told is None:
-                return None
-        with board.whole():
-            if told is None:
-                found, _ = self.find(experts, weights, needs.asks)
-            else:
-                found = told.found
-                exchange_routes.begin(self.workspace, experts, self.room, needs.asks)
-            numbers, lists, chain = [board.calls], found[1:], list[call.Chained]()
-            products, *rows, hidden = dispatch((x, gate_up, *lists), facts.max_rows, chain)
-            numbers.append(board.calls)
-            if not on_gpu:
-                chain[0].launch()
-            given = hidden, down, *lists, found.weights, None
-            (y,) = combine(given, facts.tokens, chain)
-            numbers.append(board.calls)
-            if not on_gpu:
-                chain[1].launch()
-            if told is not None:
-                self._launch((calls, gate_up.stride(), down.stride()), told, chain)
-        return Made(found, products, rows, hidden, y, numbers)
-
-    def _launch(
-        self, known: tuple[object, ...], told: tell_routes.Launched, chain: list[call.Chained]
-    ) -> None:  # fmt: skip
-        """One after another; as a graph where all addresses have been met before."""
-
-        def enqueue(_: object = None) -> None:
-            told.enqueue()
-            for launch, _ in chain:
-                launch()
-
-        tensors = *told.tensors, *chain[0].operands.values(), *chain[1].operands.values()
-        dtypes = told.tensors[0].dtype, told.tensors[1].dtype, chain[0].operands["x"].dtype
-        key = self.facts, *known, *dtypes, *map(Tensor.data_ptr, tensors)
-        if not replayed(self.workspace, key, enqueue):
-            enqueue()
-
-    def here(self, counts: Tensor) -> Here:
-        """The rows of the experts here."""
-        return rows_here(counts, self.rank, self.ranks, self.facts.max_rows)
-
-    def whole(self, of_tokens: Tensor, none: float) -> Tensor:
-        """As many as all ranks bring, without gaps."""
-        missing = self.facts.tokens - of_tokens.shape[0]
-        if missing:
-            return F.pad(of_tokens, (0, 0, 0, missing), value=none)
-        return of_tokens.contiguous()
-
-    def own(self, of_tokens: Tensor, number: int) -> Tensor:
-        """Those of this rank, in memory of their own."""
-        return of_tokens if number == self.facts.tokens else of_tokens[:number].clone()
 
 
 class _Node(torch.autograd.Function):
@@ -309,14 +120,14 @@ class _Dispatch(_Node):
     ) -> tuple[Tensor, Tensor]:
         needs = ctx.needs_input_grad[2:4]
         if made is None:
-            products, *rows, hidden = _dispatched(layer, x, gate_up, lists, needs)
-            number = layer.board.calls
+            products, *kept, hidden = _dispatched(layer, x, gate_up, lists, needs)
+            rows, number = kept[0] if kept else None, layer.board.calls
         else:
             (_, products, rows, hidden, _, (_, number, _)) = made
         ctx.number = x.shape[0]
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(hidden)
-        saved = gate_up if needs[0] else None, rows[0] if rows else None
+        saved = gate_up if needs[0] else None, rows if needs[1] else None
         _Node.begun(ctx, layer, number, needs, *saved, *lists)
         return products, hidden
 
@@ -417,7 +228,7 @@ def through(
     needs = NOTHING
     if torch.is_grad_enabled():
         needs = Needs(*(t.requires_grad for t in (of_route, x, gate_up, down)))
-    made = layer.at_once(x, experts, weights, (gate_up, down), needs)
+    made = at_once(layer, x, experts, weights, (gate_up, down), needs)
     if needs.route:
         each, *lists, dropped = _Routes.apply(layer, made, route, logits, experts, weights)  # type: ignore[misc]
     elif made is None:
@@ -436,13 +247,3 @@ def through(
     else:
         y = made.y if made else _combined(layer, hidden, each, down, lists, "")
     return (y if y.shape[0] == x.shape[0] else y[: x.shape[0]]), dropped
-
-
-def layer_of(workspace: Workspace, facts: Facts) -> ExpertLayer:
-    """The calls with these facts."""
-    key = ExpertLayer, facts
-    found: ExpertLayer | None = workspace.known.get(key)
-    if found is None:
-        found = ExpertLayer(workspace, facts)
-        workspace.know(key, found)
-    return found

@@ -3,7 +3,6 @@
 A plan is compiled once for a workspace; running it then only fills in the operands.
 """
 
-from collections.abc import Callable
 from types import MappingProxyType
 from typing import Protocol
 
@@ -22,7 +21,7 @@ class Code(Protocol):
     """A program compiled for one workspace.
 
     Attributes:
-        chains: calls may be launched together with others that follow them: see `launched`.
+        chains: calls may be launched together with others that follow them: see `launch`.
     """
 
     program: Program
@@ -40,11 +39,15 @@ class Code(Protocol):
         """
         ...
 
-    def launched(self, operands: Operands) -> Callable[[], None]:
-        """What launches a call on the current stream; all its memory is there from now on.
+    def temporaries_of(self, operands: Operands) -> Operands:
+        """What a call writes and nobody reads after it, by name; of code that chains."""
+        ...
 
-        Of code that chains. It neither follows the group's last call nor looks for faults: that is
-        for whoever launches all of them.
+    def launch(self, operands: Operands) -> None:
+        """Launch a call on the current stream, of code that chains; its temporaries are operands.
+
+        It neither follows the group's last call nor looks for faults: that is for whoever launches
+        all that is chained.
         """
         ...
 

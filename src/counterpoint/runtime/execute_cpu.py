@@ -7,7 +7,6 @@ their order. How a wait ends that is in vain: notice_board.py.
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from threading import Event
 
 import torch
@@ -94,9 +93,13 @@ class CpuCode:
         _Call(self, operands, recording).run()
         self.workspace.board.compare()
 
-    def launched(self, operands: Operands) -> Callable[[], None]:
-        """See `execute.Code.launched`."""
-        return partial(self.run, operands)
+    def temporaries_of(self, operands: Operands) -> Operands:
+        """See `execute.Code.temporaries_of`."""
+        return {}
+
+    def launch(self, operands: Operands) -> None:
+        """See `execute.Code.launch`."""
+        self.run(operands)
 
 
 class _Call:

@@ -5,7 +5,6 @@ it at the start of a call and joined before it returns. Everything is enqueued a
 on the host, so a call can be captured in a CUDA graph.
 """
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
@@ -159,17 +158,15 @@ class CudaCode:
                 self._enqueue(operands, torch.cuda.current_stream(), capturing=capturing)
         self.ran = True
 
-    def launched(self, operands: Operands) -> Callable[[], None]:
-        """See `execute.Code.launched`."""
-        for made in self.temporaries:
-            operands.update(made(operands))
+    def temporaries_of(self, operands: Operands) -> Operands:
+        """See `execute.Code.temporaries_of`."""
+        return {name: t for made in self.temporaries for name, t in made(operands).items()}
+
+    def launch(self, operands: Operands) -> None:
+        """See `execute.Code.launch`."""
         operands.update(self.constants)
-
-        def run() -> None:
-            for action in self.plain or ():
-                action(operands)
-
-        return run
+        for action in self.plain or ():
+            action(operands)
 
     def _loading(self) -> AbstractContextManager[object]:
         """Where kernels may be compiled and loaded: also while a graph is captured."""

@@ -4,10 +4,9 @@ On GPUs by kernels alone, and as one launch where the addresses of a call repeat
 Else by torch and by the library's collectives, with the same result.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -75,10 +74,9 @@ def find(
         Routes, and how many rows each rank has dropped, int64 [ranks]; empty where none may be.
     """
     # ranks take it all or none, also where kernels find routes on some of them alone
-    part = sizes.tokens * 2 * sizes.top
-    gather = collective_of(workspace, "all_gather", part, GATHERED) if sizes.islands == 1 else None
+    gather = _gather(workspace, sizes) if sizes.islands == 1 else None
     if gather is not None and kernels and not drops:
-        found = _in_one(workspace, sizes, experts, weights, num_experts, gather)
+        found = _in_one(workspace, sizes, experts, weights, num_experts)
         return found, experts.new_empty(0, dtype=torch.int64)
     told = experts.new_empty(sizes.tokens, 2 * sizes.top, dtype=torch.int32)
     (launch_routes.tell_into if kernels else tell_into)(told, experts, weights, num_experts)
@@ -99,69 +97,85 @@ def find(
 
 
 def _in_one(
-    workspace: Workspace, sizes: Sizes, experts: Tensor, weights: Tensor, num_experts: int,
-    gather: Run,
-) -> Found:  # fmt: skip
+    workspace: Workspace, sizes: Sizes, experts: Tensor, weights: Tensor, num_experts: int
+) -> Found:
     """By kernels alone; a call whose addresses repeat is one launch: see replay.py."""
-    found, enqueue, tensors = _launched(workspace, sizes, experts, weights, num_experts, gather)
-    key = OP, sizes, num_experts, experts.dtype, weights.dtype, *map(Tensor.data_ptr, tensors)
-    if not replayed(workspace, key, lambda _: enqueue()):
-        enqueue()
+    route = experts.contiguous(), weights.contiguous()
+    found = _new(sizes, experts, num_experts)
+    memory = found.lists.new_empty(words_of(sizes, num_experts, experts.device))
+
+    def launch(_: object = None) -> None:
+        enqueue(workspace, sizes, route, found, memory)
+
+    pointers = map(Tensor.data_ptr, (*route, memory, *found))
+    key = OP, sizes, num_experts, experts.dtype, weights.dtype, *pointers
+    if not replayed(workspace, key, launch):
+        launch()
     return found
 
 
-class Launched(NamedTuple):
-    """Routes whose memory is there, what launches the kernels that find them, and all tensors."""
-
-    found: Found
-    enqueue: Callable[[], None]
-    tensors: Sequence[Tensor]
-
-
-def launched(
-    workspace: Workspace, sizes: Sizes, experts: Tensor, weights: Tensor, num_experts: int
-) -> Launched | None:  # fmt: skip
-    """As `find`, where nothing is dropped, for a launch together with what follows.
-
-    None: kernels do not find all of it.
-    """
-    dtypes = experts.dtype, weights.dtype
-    if sizes.islands > 1 or not by_kernels(sizes, num_experts, dtypes, experts.device):
-        return None
-    gather = collective_of(workspace, "all_gather", sizes.tokens * 2 * sizes.top, GATHERED)
-    if gather is None:
-        return None
-    return _launched(workspace, sizes, experts, weights, num_experts, gather)
+def by_kernels_alone(
+    workspace: Workspace, sizes: Sizes, num_experts: int, dtypes: tuple[torch.dtype, torch.dtype]
+) -> bool:
+    """Whether `enqueue` finds such routes; see `by_kernels`."""
+    if sizes.islands > 1 or not by_kernels(sizes, num_experts, dtypes, workspace.device):
+        return False
+    return _gather(workspace, sizes) is not None
 
 
-def _launched(
-    workspace: Workspace, sizes: Sizes, experts: Tensor, weights: Tensor, num_experts: int,
-    gather: Run,
-) -> Launched:  # fmt: skip
-    part, ranks = sizes.tokens * 2 * sizes.top, sizes.ranks
-    experts, weights = experts.contiguous(), weights.contiguous()
-    found = _new(sizes, experts, num_experts)
+def _gather(workspace: Workspace, sizes: Sizes) -> Run | None:
+    return collective_of(workspace, "all_gather", sizes.tokens * 2 * sizes.top, GATHERED)
+
+
+@lru_cache(maxsize=1024)
+def _starts(sizes: Sizes, num_experts: int, device: torch.device) -> list[int]:
+    """Where parts of the memory of `enqueue` begin, and its end: int32."""
+    part, ranks, shapes = sizes.tokens * 2 * sizes.top, sizes.ranks, shapes_of(sizes, num_experts)
     shape = ranks, num_experts, sizes.top, sizes.tokens
-    words = launch_routes.words_of(shape, found.lists.shape[0], sizes.max_rows, experts.device)
-    starts = [*accumulate((aligned(part), aligned(ranks * part), words), initial=0)]
-    memory = found.lists.new_empty(starts[-1])
+    words = launch_routes.words_of(shape, shapes[3][0][0], sizes.max_rows, device)
+    return [*accumulate((aligned(part), aligned(ranks * part), aligned(words)), initial=0)]
 
-    def enqueue() -> None:
-        told = memory[:part].view(-1, 2 * sizes.top)
-        every = memory[starts[1] : starts[1] + ranks * part].view(-1, 2 * sizes.top)
-        launch_routes.tell_into(told, experts, weights, num_experts)
-        gather(every, told)
-        given = launch_routes.Given(*found, sizes.at(found.lists)[:5], every)
-        launch_routes.routes_into(given, workspace.rank, sizes.received, memory[starts[2] :])
 
-    return Launched(found, enqueue, (experts, weights, memory, *found))
+def words_of(sizes: Sizes, num_experts: int, device: torch.device) -> int:
+    """Of the memory that `enqueue` needs."""
+    return _starts(sizes, num_experts, device)[-1]
+
+
+def enqueue(
+    workspace: Workspace, sizes: Sizes, route: Sequence[Tensor], found: Found, memory: Tensor
+) -> None:
+    """Launch what finds routes, of one island, where nothing is dropped: see `by_kernels_alone`.
+
+    Args:
+        route: experts and weights, without gaps.
+        found: what is written.
+        memory: int32 [`words_of`].
+    """
+    experts, weights = route
+    num_experts, (first, second, third, _) = (
+        found.counts.shape[1], _starts(sizes, found.counts.shape[1], experts.device)
+    )  # fmt: skip
+    part = sizes.tokens * 2 * sizes.top
+    told = memory[first : first + part].view(-1, 2 * sizes.top)
+    every = memory[second : second + sizes.ranks * part].view(-1, 2 * sizes.top)
+    launch_routes.tell_into(told, experts, weights, num_experts)
+    gather = _gather(workspace, sizes)
+    assert gather is not None
+    gather(every, told)
+    given = launch_routes.Given(*found, sizes.at(found.lists)[:5], every)
+    launch_routes.routes_into(given, workspace.rank, sizes.received, memory[third:])
+
+
+def shapes_of(sizes: Sizes, num_experts: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """Of the parts of `Found` on one island."""
+    table = (sizes.ranks, num_experts), torch.int64
+    lists = (known_starts(sizes)[-1],), torch.int32
+    return [((sizes.max_rows,), torch.float32), table, table, lists]
 
 
 def _new(sizes: Sizes, like: Tensor, num_experts: int) -> Found:
-    each = like.new_empty(sizes.max_rows, dtype=torch.float32)
-    counts = like.new_empty(sizes.ranks, num_experts, dtype=torch.int64)
-    lists = like.new_empty(known_starts(sizes)[-1], dtype=torch.int32)
-    return Found(each, counts, torch.empty_like(counts), lists)
+    shapes = shapes_of(sizes, num_experts)
+    return Found(*(like.new_empty(shape, dtype=dtype) for shape, dtype in shapes))
 
 
 def tell_into(told: Tensor, experts: Tensor, weights: Tensor, num_experts: int) -> None:

@@ -1,0 +1,136 @@
+"""The calls of layers of experts over one group: routes, and both operators by them.
+
+In shapes: T tokens, K experts of each, E experts of all ranks, D features, I hidden, R max_rows.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from counterpoint.ops import call, exchange_routes, routed_experts
+from counterpoint.ops.fused_experts import COMBINE, DISPATCH
+from counterpoint.ops.plans import family_of
+from counterpoint.runtime.counted import Here, rows_here
+from counterpoint.runtime.device_routes import Found, Sizes
+from counterpoint.runtime.routes import NONE
+from counterpoint.runtime.workspace import Workspace
+
+
+class Facts(NamedTuple):
+    """What is equal in all calls of an `ExpertLayer`."""
+
+    tokens: int  # of each rank at most; who has fewer has tokens of no expert behind them
+    max_rows: int  # by expert, of each rank
+    top_k: int
+    num_experts: int  # of all ranks
+    drops: bool
+    plan: str
+
+
+class Call(NamedTuple):
+    """One of both operators: see `routed_experts.operator_of`."""
+
+    op: str
+    plan: str
+    keep: bool = False
+    asks: str = ""
+    gated: str = ""
+
+
+class Needs(NamedTuple):
+    """Of what a forward is asked for gradients."""
+
+    route: bool
+    x: bool
+    gate_up: bool
+    down: bool
+
+    @property
+    def asks(self) -> str:
+        """Of routes."""
+        return "weights" if self.route else ""
+
+    def dispatch(self, plan: str) -> Call:
+        """That of tokens; without gradients there need be no products."""
+        gated = "kept" if self.x or self.gate_up else "alone"
+        return Call(DISPATCH, plan, self.gate_up, "x" if self.x else "", gated)
+
+    def combine(self, plan: str) -> Call:
+        """That of rows."""
+        return Call(COMBINE, plan, asks="some" if any(self) else "")
+
+
+NOTHING = Needs(False, False, False, False)
+
+
+class ExpertLayer:
+    """The calls of layers of equal sizes over one group.
+
+    Attributes:
+        forwards: see expert_forward.py.
+    """
+
+    def __init__(self, workspace: Workspace, facts: Facts) -> None:
+        self.workspace, self.facts, self.board = workspace, facts, workspace.board
+        tokens, max_rows, top_k, every, drops, self.plan = facts
+        self.ranks, self.rank = workspace.group.size(), workspace.rank
+        self.sizes = Sizes(tokens, top_k, self.ranks, max_rows)
+        self.rows = routed_experts.facts_of(self.sizes, every)
+        self.room = exchange_routes.Room(every, max_rows, drops)
+        self.none = torch.empty(0, dtype=torch.int64, device=workspace.device)  # rows dropped
+        self.forwards: dict[object, Any] = {}
+
+    def find(self, experts: Tensor, weights: Tensor, asks: str) -> tuple[Found, Tensor]:
+        """Routes, and how many rows each rank has dropped."""
+        whole = self.whole(experts, NONE), self.whole(weights, 0.0)
+        return exchange_routes.on_device(self.workspace, *whole, self.room, asks)
+
+    def known(self, of: Call, w: Tensor, dtype: torch.dtype) -> tuple[Any, call.Ready | None]:
+        """What such a call is known by, and from the second time on what is ready for it."""
+        # kept by the workspace, which forgets what points into memory that has gone
+        key = self, of, w.shape, w.stride(), dtype
+        return key, self.workspace.known.get(key)
+
+    def run(self, of: Call, tensors: call.Tensors) -> list[Tensor]:
+        """One of both operators."""
+        x, w = call.present(tensors)[:2]
+        key, ready = self.known(of, w, x.dtype)
+        if ready is not None:
+            return ready(tensors, routed_experts.room_of(of.op, self.sizes))
+        operator = routed_experts.operator_of(of.op, *of[2:])
+        group = self.workspace.group
+        results = routed_experts.run_on_device(
+            operator, tensors, of.plan, self.sizes, group.group_name
+        )
+        spec = "fused" if family_of(of.plan) == "auto" else of.plan
+        ready = call.known_call(operator, tensors, spec, self.rows, group)
+        if ready is not None:
+            self.workspace.know(key, ready)
+        return results
+
+    def here(self, counts: Tensor) -> Here:
+        """The rows of the experts here."""
+        return rows_here(counts, self.rank, self.ranks, self.facts.max_rows)
+
+    def whole(self, of_tokens: Tensor, none: float) -> Tensor:
+        """As many as all ranks bring, without gaps."""
+        missing = self.facts.tokens - of_tokens.shape[0]
+        if missing:
+            return F.pad(of_tokens, (0, 0, 0, missing), value=none)
+        return of_tokens.contiguous()
+
+    def own(self, of_tokens: Tensor, number: int) -> Tensor:
+        """Those of this rank, in memory of their own."""
+        return of_tokens if number == self.facts.tokens else of_tokens[:number].clone()
+
+
+def layer_of(workspace: Workspace, facts: Facts) -> ExpertLayer:
+    """The calls with these facts."""
+    key = ExpertLayer, facts
+    found: ExpertLayer | None = workspace.known.get(key)
+    if found is None:
+        found = ExpertLayer(workspace, facts)
+        workspace.know(key, found)
+    return found
