@@ -45,3 +45,30 @@ def weighted_rows_kernel(
             tl.store(y_ptr + at + cols, y, mask=cols < N)
         if DOTS:
             tl.store(dots_ptr + row, tl.sum(total))
+
+
+@triton.jit(do_not_specialize=["room", "received"])
+def gathered_rows_kernel(
+    from_ptr,  # [received, N]
+    index_ptr,  # [room] int32: of each row which one of those it is
+    counts_ptr,  # [WORLD, E] int32 or int64
+    y_ptr,  # [room, N]
+    room,
+    received,
+    E,
+    rank,
+    N,
+    WORLD: tl.constexpr,
+    EXPERTS: tl.constexpr,  # see rows_here
+    BLOCK_N: tl.constexpr,
+):
+    """Rows by expert of tokens that have come once; those beyond what there are, are left."""
+    rows = rows_here(counts_ptr, E, rank, room, WORLD, EXPERTS)
+    for row in tl.range(tl.program_id(0), rows, tl.num_programs(0)):
+        which = tl.load(index_ptr + row)
+        for first in tl.range(0, N, BLOCK_N):
+            cols = first + tl.arange(0, BLOCK_N)
+            live = (cols < N) & (which < received)
+            at = from_ptr + tl.cast(which, tl.int64) * N + cols
+            x = tl.load(at, mask=live, other=0.0)
+            tl.store(y_ptr + tl.cast(row, tl.int64) * N + cols, x, mask=cols < N)

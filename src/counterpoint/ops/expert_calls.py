@@ -3,6 +3,7 @@
 In shapes: T tokens, K experts of each, E experts of all ranks, D features, I hidden, R max_rows.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from counterpoint.ops import call, exchange_routes, routed_experts
 from counterpoint.ops.fused_experts import COMBINE, DISPATCH
 from counterpoint.ops.plans import family_of
+from counterpoint.ops.weighted_rows import gathered
 from counterpoint.runtime.counted import Here, rows_here
 from counterpoint.runtime.device_routes import Found, Sizes
 from counterpoint.runtime.routes import NONE
@@ -120,6 +122,16 @@ class ExpertLayer:
         if missing:
             return F.pad(of_tokens, (0, 0, 0, missing), value=none)
         return of_tokens.contiguous()
+
+    def by_expert(self, received: Tensor, lists: Sequence[Tensor]) -> Tensor:
+        """The rows [R, D] of tokens that have come.
+
+        Args:
+            lists: counts, firsts and lists of routes: see device_routes.py.
+        """
+        counts, _, every = lists
+        index, start = self.sizes.lists(every).rows, self.sizes.at(every).rows
+        return gathered(received, index, start, counts, self.rank)
 
     def own(self, of_tokens: Tensor, number: int) -> Tensor:
         """Those of this rank, in memory of their own."""

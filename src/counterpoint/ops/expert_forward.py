@@ -27,17 +27,17 @@ _numbers = count()
 
 
 class Made(NamedTuple):
-    """What a forward has made: routes, rows by expert where they are kept, and results.
+    """What a forward has made: routes, tokens that have come where they are kept, and results.
 
     Args:
         products, hidden: of gate and up [R, 2 I], perhaps of no columns, and silu(gate) * up.
-        rows: [R, D] that have come, perhaps of no columns.
+        received: tokens that have come [all, D], perhaps of no columns: see device_routes.py.
         calls: of each of the three operators how many calls of the group there had been then.
     """
 
     found: Found
     products: Tensor
-    rows: Tensor
+    received: Tensor
     hidden: Tensor
     y: Tensor
     calls: list[int]
@@ -62,7 +62,8 @@ class Forward:
         kept = every if needs.x or needs.gate_up else 0
         self.shapes: list[Shape] = [
             *tell_routes.shapes_of(layer.sizes, layer.facts.num_experts),
-            ((rows, kept), x.dtype), ((rows, features if needs.gate_up else 0), x.dtype),
+            ((rows, kept), x.dtype),
+            ((layer.sizes.received, features if needs.gate_up else 0), x.dtype),
             ((rows, down.shape[2]), x.dtype), ((layer.facts.tokens, hidden), x.dtype),
         ]  # fmt: skip
         # what nobody reads behind a call is one tensor: routes, then of both calls
@@ -71,7 +72,7 @@ class Forward:
             self.words = tell_routes.words_of(layer.sizes, layer.facts.num_experts, x.device)
         self.places: list[dict[str, tuple[int, Shape]]] = []
         self.scratch = self.words
-        made = Made(*self._new(x), [])
+        made = self._new(x, [])
         for of, operands in zip(ready, self._operands(tensors, made, None), strict=True):
             self.places.append({})
             assert of.code is not None
@@ -80,18 +81,20 @@ class Forward:
                 words = -(-each.numel() * each.itemsize // 4)
                 self.scratch += -(-words // ALIGN) * ALIGN
 
-    def _new(self, x: Tensor) -> tuple[Found, Tensor, Tensor, Tensor, Tensor]:
+    def _new(self, x: Tensor, calls: list[int]) -> Made:
         each = [x.new_empty(shape, dtype=dtype) for shape, dtype in self.shapes]
-        return Found(*each[:4]), each[4], each[5], each[6], each[7]
+        return Made(Found(*each[:4]), each[4], each[5], each[6], each[7], calls)
 
     def _operands(
         self, tensors: Sequence[Tensor], made: Made, scratch: Tensor | None
     ) -> tuple[Operands, Operands]:
         """Of both calls; without scratch those of no temporaries."""
-        (each, *lists), products, rows, hidden, y, _ = made
+        (each, *lists), products, received, hidden, y, _ = made
         x, _, _, gate_up, down = tensors
         dispatch, combine = self.ready
-        results = {"y": products, "hidden": hidden} | ({"rows": rows} if rows.shape[1] else {})
+        results = {"y": products, "hidden": hidden}
+        if received.shape[1]:
+            results["received"] = received
         first = dispatch.bound((x, gate_up.mT, *lists), results)
         second = combine.bound((hidden, down.mT, *lists, each, None), {"y": y})
         if scratch is not None:
@@ -118,19 +121,18 @@ class Forward:
             for ready in self.ready:
                 board.note(ready.digest)
                 calls.append(board.calls)
-            found, *results = self._new(x)
-            made = Made(found, *results, calls)
+            made = self._new(x, calls)
             scratch = x.new_empty(self.scratch, dtype=torch.int32)
 
             def enqueue(_: object = None) -> None:
                 memory = scratch[: self.words]
-                tell_routes.enqueue(layer.workspace, layer.sizes, tensors[1:3], found, memory)
+                tell_routes.enqueue(layer.workspace, layer.sizes, tensors[1:3], made.found, memory)
                 operands = self._operands(tensors, made, scratch)
                 for ready, given in zip(self.ready, operands, strict=True):
                     assert ready.code is not None
                     ready.code.launch(given)
 
-            pointers = map(Tensor.data_ptr, (*tensors, *found, *results, scratch))
+            pointers = map(Tensor.data_ptr, (*tensors, *made.found, *made[1:5], scratch))
             if not replayed(layer.workspace, (self.number, *pointers), enqueue):
                 enqueue()
         return made
@@ -140,7 +142,7 @@ class Forward:
         layer, (x, experts, weights, *_) = self.layer, tensors
         found, _ = layer.find(experts, weights, self.asks)
         calls = [layer.board.calls]
-        made = Made(found, *self._new(x)[1:], calls)
+        made = self._new(x, calls)._replace(found=found)
         for ready, operands in zip(self.ready, self._operands(tensors, made, None), strict=True):
             layer.board.note(ready.digest)
             calls.append(layer.board.calls)
@@ -171,9 +173,8 @@ def at_once(
     if forward is None:
         if (ready := _ready(layer, x, parameters, needs)) is None:
             return None
-        dtypes = experts.dtype, weights.dtype
-        if x.is_cuda and not tell_routes.by_kernels_alone(layer.workspace, layer.sizes,
-                                                          layer.facts.num_experts, dtypes):  # fmt: skip
+        asked = layer.sizes, layer.facts.num_experts, (experts.dtype, weights.dtype)
+        if x.is_cuda and not tell_routes.by_kernels_alone(layer.workspace, *asked):
             return None
         forward = layer.forwards[key] = Forward(layer, needs, ready, (*whole, *parameters))
     return forward((*whole, *parameters))

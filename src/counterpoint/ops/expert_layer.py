@@ -124,6 +124,7 @@ class _Dispatch(_Node):
             rows, number = kept[0] if kept else None, layer.board.calls
         else:
             (_, products, rows, hidden, _, (_, number, _)) = made
+        ctx.once = made is not None  # tokens are kept once, and not a row for each of their experts
         ctx.number = x.shape[0]
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(hidden)
@@ -143,6 +144,7 @@ class _Dispatch(_Node):
                 (dx,) = layer.run(Call(COMBINE, plan), (dy, gate_up, *lists, None, None))
                 dx = layer.own(dx, ctx.number)
             if rows is not None:
+                rows = layer.by_expert(rows, lists) if ctx.once else rows
                 dgate_up = gradient_of(dy, rows, layer.here(lists[0]))
             return dx, dgate_up
 

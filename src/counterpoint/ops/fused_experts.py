@@ -43,7 +43,7 @@ from counterpoint.runtime import activated, compute, routed
 from counterpoint.runtime.counted import DISPATCH
 from counterpoint.runtime.device_routes import Sizes, on_host
 from counterpoint.runtime.launch import ALIGN, At, Grid, Launch, Site, at, register, temporaries
-from counterpoint.runtime.routes import LISTS
+from counterpoint.runtime.routes import LISTS, NONE
 from counterpoint.runtime.workspace import Action, Operands, Places
 
 
@@ -144,6 +144,7 @@ def dispatch(site: Site) -> Action:
     ).compile(each.dtype, torch.int32, 0)  # fmt: skip
     index = torch.int32 if p.by_routes else each.dtype
     collect = each.collect(p.k, come, index, each.dtype, int(p.by_routes), some=p.by_routes)
+    keep = each.collect(p.k, come, each.dtype, each.dtype) if p.by_routes else None
 
     def run(operands: Operands) -> None:
         if each.islands > 1:
@@ -173,6 +174,11 @@ def dispatch(site: Site) -> Action:
             which = rows if lists is None else lists.rows
             given = routes, which, rows, rows, rows.shape[0], limit, int(clears)
             launches.append((collect, given))
+        received = operands.get("received")
+        if received is not None:
+            assert keep is not None, "of tokens"
+            given = moves, received, received, received, received.shape[0], ANY, 0
+            launches.append((keep, given))
         Launch.in_a_row(launches)
         if hidden is not None and not gated:
             activated.into(SWIGLU, y, None, hidden, operands[COUNTS], each.workspace.rank)
@@ -293,6 +299,9 @@ def reference(site: Site) -> Action:
             held.copy_(operands[rows])
 
     def _run(operands: Operands) -> None:
+        lists = operands.get(LISTS)
+        if "received" in operands:
+            operands["rows"] = operands["x"].new_empty(operands["y"].shape[0], p.k)
         if p.by_routes:
             operands |= _as_host_reads(whole, places, operands)
         y = operands["y"]
@@ -304,6 +313,12 @@ def reference(site: Site) -> Action:
             copy_own(operands)
         if p.op == COMBINE:
             finish(places.rank, operands)
+        if "received" in operands:
+            assert lists is not None, "of tokens"
+            sizes = Sizes(len(operands["x"]), whole.top_k, p.ranks, len(operands["rows"]))
+            index = sizes.lists(lists).rows
+            there = index != NONE
+            operands["received"][index[there].long()] = operands["rows"][there]
         if "hidden" in operands:
             counts, rank = operands[COUNTS], workspace.rank
             activated.into(SWIGLU, operands["y"], None, operands["hidden"], counts, rank)

@@ -7,15 +7,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from counterpoint.kernels.weighted_rows import weighted_rows_kernel
+from counterpoint.kernels.weighted_rows import gathered_rows_kernel, weighted_rows_kernel
 from counterpoint.ops.register import refuse_double_matmul, register
 from counterpoint.plan.fused_sum import padded
 from counterpoint.runtime.device_limits import refused_on
-from counterpoint.runtime.launch import Grid, Launch, aligned
+from counterpoint.runtime.launch import At, Grid, Launch, aligned, launch_of
 from counterpoint.runtime.ranks import group_of
 
 BLOCK_N = 1024  # columns at a time
 OPTIONS = {"num_warps": 4}
+PROGRAMS = 8  # for each SM, that gather rows
 
 
 def weighted_rows(
@@ -103,6 +104,33 @@ def _launch(
     grid = Grid(None, reserve=False)  # nothing waits in it
     launch = Launch(kernel, given, fixed, grid, device, "weighted_rows", OPTIONS)
     return launch.compile(*dtypes, torch.float32, 0)
+
+
+def gathered(
+    received: Tensor, index: Tensor, start: At, counts: Tensor, rank: int
+) -> Tensor:  # fmt: skip
+    """Rows by expert [room, N] of tokens that have come once; without torch's dispatcher.
+
+    Args:
+        received: bf16, fp16 or fp32 [tokens that may come, N].
+        index: int32 [room], of each row which of these it is, or more.
+        start: where index begins.
+        counts: int64 [ranks, E], where the others are.
+    """
+    if received.is_cuda and not refused_on(received.device):
+        y = received.new_empty(index.shape[0], received.shape[1])
+        ranks, experts = counts.shape
+        fixed = (
+            ("E", experts), ("rank", rank), ("N", y.shape[1]), ("WORLD", ranks),
+            ("EXPERTS", padded(experts // ranks)), ("BLOCK_N", min(BLOCK_N, padded(y.shape[1]))),
+        )  # fmt: skip
+        dtypes = received.dtype, torch.int32, counts.dtype, received.dtype
+        programs = PROGRAMS * torch.cuda.get_device_properties(y.device).multi_processor_count
+        launched = programs, OPTIONS["num_warps"]
+        launch = launch_of(gathered_rows_kernel, dtypes, 2, fixed, launched, y.device, "gathered")
+        launch(received, start, counts, y, len(y), len(received))
+        return y
+    return received[index.clamp(max=max(len(received) - 1, 0)).long()]
 
 
 def _fake(
