@@ -38,7 +38,7 @@ from counterpoint.measure.timing import relative_error
 from counterpoint.ops.activations import swiglu
 from counterpoint.ops.router import choose_experts, order_by_expert
 from counterpoint.ops.token_sums import sum_of_tokens
-from counterpoint.ops.weighted_rows import weighted_rows
+from counterpoint.ops.weighted_rows import gathered, swiglu_back, weighted_rows
 
 RANKS = 2
 TOOLS = ("memcheck", "racecheck")
@@ -297,6 +297,20 @@ def weighted(at: At) -> None:
     check("products of rows", dots[:rows], (x.double() * other).sum(1)[:rows])
     y, _ = weighted_rows(*there[:2], None, there[3], at.group.group_name)
     check("weighted rows alone", y[:rows], (x.double() * weights[:, None])[:rows])
+    index = torch.arange(20, dtype=torch.int32).flip(0)
+    index[rows:] = 2**31 - 1
+    place = index.to(at.device)
+    y = gathered(there[0], place, place, there[3], at.rank)
+    check("gathered rows", y[:rows], x.flip(0)[:rows])
+    products = torch.cat((other, x), 1)
+    given = there[0], there[1], products.to(at.device), there[3], at.rank
+    (dproducts, dots), leaves = swiglu_back(*given), products.double().requires_grad_()
+    gate, up = leaves.chunk(2, 1)
+    hidden = torch.nn.functional.silu(gate) * up
+    hidden.backward(x.double() * weights[:, None])
+    assert leaves.grad is not None
+    check("weighted SwiGLU", dproducts[:rows], leaves.grad[:rows])
+    check("its weights", dots[:rows], (x.double() * hidden.detach()).sum(1)[:rows])
 
 
 def embedding(at: At, plan: str) -> None:
@@ -400,7 +414,8 @@ CASES: dict[str, tuple[Callable[[At], None], tuple[str, ...]]] = {
     )),
     "activation": (activated, ("activation_kernel", "activation_gradient_kernel")),
     "SwiGLU": (gated, ()),
-    "weighted rows": (weighted, ("weighted_rows_kernel",)),
+    "weighted rows": (weighted, ("weighted_rows_kernel", "gathered_rows_kernel",
+                                 "weighted_swiglu_kernel")),
     "bags": (lambda at: embedding(at, "fused"),
              ("embedding_all_to_all_kernel", "copy_out_kernel", "names_kernel", "mark_rows_kernel",
               "table_gradient_kernel", "long_rows_kernel", "weight_gradient_kernel")),

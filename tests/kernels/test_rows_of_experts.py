@@ -193,6 +193,60 @@ def test_rows_are_weighted_and_no_others_touched(
     return found
 
 
+@pytest.mark.drawn(5)
+@EVERY
+@DTYPES
+@on_ranks(1)
+def test_tokens_that_have_come_once_are_rows_of_their_experts(
+    rank: int, ranks: int, dtype: torch.dtype, name: str
+) -> list[str]:
+    (rows, *_), tables, at, count = drawn(name, 1, 0, 1)
+    received = rows.to(dtype)[: max(1, len(rows) // 2)]
+    draw = torch.Generator().manual_seed(3)
+    index = torch.randint(len(received), (len(rows),), generator=draw, dtype=torch.int32)
+    index[count:] = 2**31 - 1
+    found: list[str] = []
+    tables = [table for table in tables if table is not None]
+    for table in tables:
+        y = torch.full_like(rows.to(dtype), UNTOUCHED)
+        weighted_rows.gather_into(y, received, index, table, at)
+        if not torch.equal(y[:count], received[index[:count].long()]):
+            found.append("rows")
+        if not (y[count:] == UNTOUCHED).all():
+            found.append("rows beyond are written")
+    by_torch = weighted_rows.gathered(received, index, index, tables[0], at)
+    if not torch.equal(by_torch[:count], y[:count]):
+        found.append("rows by torch")
+    return found
+
+
+@pytest.mark.drawn(5)
+@EVERY
+@DTYPES
+@on_ranks(1)
+def test_gradients_of_weighted_swiglu_are_those_of_two_kernels(
+    rank: int, ranks: int, dtype: torch.dtype, name: str
+) -> list[str]:
+    """Bit for bit, and no row beyond those that there are is written but for their dots of 0."""
+    (rows, weights, other), tables, at, count = drawn(name, 1, 0, 1)
+    dhidden, products = rows.to(dtype), torch.cat((rows, other), 1).flip(1).to(dtype)
+    found: list[str] = []
+    tables = [table for table in tables if table is not None]
+    for table in tables:
+        hidden, dproducts = torch.empty_like(dhidden), torch.full_like(products, UNTOUCHED)
+        scaled, want = torch.empty_like(dhidden), torch.full_like(products, UNTOUCHED)
+        dots, want_dots = (torch.full_like(weights, UNTOUCHED) for _ in range(2))
+        side = "silu_mul", (products, products, hidden), True, table, at
+        activated.launch(*side)
+        hidden[count:] = torch.nan
+        weighted_rows.into(scaled, want_dots, dhidden, weights, hidden, table, at)
+        activated.launch("silu_mul", (products, products, scaled, want, want), True, table, at)
+        weighted_rows.swiglu_back_into(dproducts, dots, dhidden, weights, products, table, at)
+        if not torch.equal(dproducts, want) or not torch.equal(dots, want_dots):
+            found.append(f"{dtype}: other bits")
+    return found
+
+
 @OF_TORCH
 @on_ranks(1)
 def test_torch_weights_the_same(rank: int, ranks: int, dtype: torch.dtype) -> list[str]:

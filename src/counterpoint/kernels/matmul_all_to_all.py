@@ -210,7 +210,7 @@ def collect_kernel(
     state_ptr,  # [6] int32: the epoch of the call, which has been counted
     routes_ptr,  # see routes.py
     index_ptr,  # [tokens, TOP] which rows make a token; TOP 0: row i is token i
-    weights_ptr,  # [tokens, TOP]; not of SOME
+    weights_ptr,  # [tokens, TOP]; of SOME fp32, where WEIGHTED
     y_ptr,  # [tokens, N]
     over_ptr,  # [1] int64, pinned host memory: 3, if a row of `index` is none
     tokens,
@@ -223,7 +223,8 @@ def collect_kernel(
     rank,
     clear,  # 1: the rows of y beyond those are zeroed; else left as they are; TOP 0, or SOME
     TOP: tl.constexpr,
-    SOME: tl.constexpr,  # all weights are 1, and of `index` those >= room are left out
+    SOME: tl.constexpr,  # of `index` those >= room are left out
+    WEIGHTED: tl.constexpr,  # of SOME; else all weights are 1
     BLOCK_N: tl.constexpr,
 ):
     Y: tl.constexpr = y_ptr.dtype.element_ty
@@ -251,7 +252,10 @@ def collect_kernel(
                     there = (which >= 0) & (which < (room if SOME else there_are))
                     row = tl.load(from_ptr + which * N + cols, mask=(cols < N) & there, other=0.0)
                     if SOME:
-                        total += row.to(tl.float32)
+                        row = row.to(tl.float32)
+                        if WEIGHTED:
+                            row *= tl.load(weights_ptr + token * TOP + j)
+                        total += row
                     else:
                         weight = tl.load(weights_ptr + token * TOP + j).to(tl.float32)
                         if not there:

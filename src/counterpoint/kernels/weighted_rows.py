@@ -7,7 +7,7 @@ room for more rows than come, and the GPU alone knows how many these are.
 import triton
 import triton.language as tl
 
-from counterpoint.kernels.activation import rows_here
+from counterpoint.kernels.activation import activated, rows_here, slope
 
 
 @triton.jit(do_not_specialize=["room"])
@@ -72,3 +72,44 @@ def gathered_rows_kernel(
             at = from_ptr + tl.cast(which, tl.int64) * N + cols
             x = tl.load(at, mask=live, other=0.0)
             tl.store(y_ptr + tl.cast(row, tl.int64) * N + cols, x, mask=cols < N)
+
+
+@triton.jit(do_not_specialize=["room"])
+def weighted_swiglu_kernel(
+    dhidden_ptr,  # [room, N]: of weights times silu(gate) * up, before the weights
+    weights_ptr,  # [room] fp32
+    products_ptr,  # [room, 2 N]: gate, then up
+    counts_ptr,  # [WORLD, E] int32 or int64
+    dproducts_ptr,  # [room, 2 N]
+    dots_ptr,  # [room] fp32: gradients of the weights
+    room,
+    E,
+    rank,
+    N,
+    WORLD: tl.constexpr,
+    EXPERTS: tl.constexpr,  # see rows_here
+    BLOCK_N: tl.constexpr,
+):
+    """What two kernels compute: dhidden times weights, rounded, and the gradients of both halves.
+
+    Of rows beyond those that there are dots become 0, and the others are left.
+    """
+    X: tl.constexpr = dproducts_ptr.dtype.element_ty
+    rows = rows_here(counts_ptr, E, rank, room, WORLD, EXPERTS)
+    for row in tl.range(tl.program_id(0), room, tl.num_programs(0)):
+        there = row < rows
+        weight = tl.load(weights_ptr + row, mask=there, other=0.0)
+        total = tl.zeros((BLOCK_N,), tl.float32)
+        for first in tl.range(0, N, BLOCK_N):
+            cols = first + tl.arange(0, BLOCK_N)
+            live = (cols < N) & there
+            at = tl.cast(row, tl.int64) * N + cols
+            wide = at + tl.cast(row, tl.int64) * N
+            dy = tl.load(dhidden_ptr + at, mask=live, other=0.0).to(tl.float32)
+            gate = tl.load(products_ptr + wide, mask=live, other=0.0).to(tl.float32)
+            up = tl.load(products_ptr + wide + N, mask=live, other=0.0).to(tl.float32)
+            total += dy * (activated(gate, "silu") * up).to(X).to(tl.float32)
+            dy = (dy * weight).to(X).to(tl.float32)
+            tl.store(dproducts_ptr + wide, (dy * slope(gate, "silu") * up).to(X), mask=live)
+            tl.store(dproducts_ptr + wide + N, (dy * activated(gate, "silu")).to(X), mask=live)
+        tl.store(dots_ptr + row, tl.sum(total))

@@ -13,7 +13,7 @@ from torch import Tensor
 from counterpoint.ops import call, exchange_routes, routed_experts
 from counterpoint.ops.fused_experts import COMBINE, DISPATCH
 from counterpoint.ops.plans import family_of
-from counterpoint.ops.weighted_rows import gathered
+from counterpoint.ops.weighted_rows import gathered, weigh
 from counterpoint.runtime.counted import Here, rows_here
 from counterpoint.runtime.device_routes import Found, Sizes
 from counterpoint.runtime.routes import NONE
@@ -111,6 +111,25 @@ class ExpertLayer:
         if ready is not None:
             self.workspace.know(key, ready)
         return results
+
+    def weighted(self, of: Call, tensors: call.Tensors, weights: Tensor) -> list[Tensor]:
+        """A dispatch, with the rows that have come times their weights where they are kept.
+
+        Args:
+            weights: fp32 [R].
+        """
+        x, w, counts, *_ = call.present(tensors)
+        _, ready = self.known(of, w, x.dtype)
+        if not of.keep or ready is None or not ready.chains:
+            y, *rows = self.run(of, tensors)
+            return [y, *(weigh(each, weights, None, counts, self.rank)[0] for each in rows)]
+        y, rows = (x.new_empty(self.facts.max_rows, n) for n in (w.shape[2], w.shape[1]))
+        results = {"y": y, "rows": rows, "row_weights": weights}
+        with self.board.whole():
+            self.board.note(ready.digest)
+            assert ready.code is not None
+            ready.code.run(ready.bound(tensors, results))
+        return [y, rows]
 
     def here(self, counts: Tensor) -> Here:
         """The rows of the experts here."""

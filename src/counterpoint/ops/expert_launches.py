@@ -116,19 +116,22 @@ class Experts:
         timeout_ns = int(self.workspace.timeout_s * 1e9)
         return {"fault_ptr": self.memory.fault, "tag": self.tag, "timeout_ns": timeout_ns}
 
-    def collect(self, columns: int, count: int, index: torch.dtype, weights: torch.dtype,
-                top: int = 0, some: bool = False) -> Launch:  # fmt: skip
+    def collect(
+        self, columns: int, count: int, index: torch.dtype, weights: torch.dtype, top: int = 0,
+        some: bool = False, weighted: bool = False,
+    ) -> Launch:  # fmt: skip
         """Copy rows out of symmetric memory, or weighted sums of `top` rows for each token.
 
         Args:
             count: the word of routes that says how many rows there are.
-            some: rows have no weights, and of `top` some are none.
+            some: of `top` some are none, and rows have no weights unless they are `weighted`.
         """
         fixed = {
             "rows_ptr": self.rows.bases[self.mates], "state_ptr": self.memory.state, "count": count,
             "spoils": self.route_words - 1, "over_ptr": self.memory.over, "N": columns,
             "half_bytes": self.half_bytes, "room": self.p.m,
-            "rank": self.rank, "TOP": top, "SOME": some, "BLOCK_N": block(columns),
+            "rank": self.rank, "TOP": top, "SOME": some, "WEIGHTED": weighted,
+            "BLOCK_N": block(columns),
         }  # fmt: skip
         given = ("routes_ptr", "index_ptr", "weights_ptr", "y_ptr", "tokens", "limit", "clear")
         launch = self.launch(collect_kernel, given, fixed, self.collectors, {"num_warps": 4})

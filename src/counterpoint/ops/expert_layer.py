@@ -15,14 +15,14 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from counterpoint.ops import activations, exchange_routes, router
+from counterpoint.ops import exchange_routes, router
 from counterpoint.ops.expert_calls import NOTHING, Call, ExpertLayer, Needs
 from counterpoint.ops.expert_forward import Made, at_once
 from counterpoint.ops.expert_gradients import gradient_of
 from counterpoint.ops.fused_experts import COMBINE, DISPATCH
 from counterpoint.ops.plans import backward_plan
 from counterpoint.ops.register import its_backward, refuse_double
-from counterpoint.ops.weighted_rows import weigh
+from counterpoint.ops.weighted_rows import swiglu_back, weigh
 
 Grads = tuple[Tensor | None, ...]
 Lists = tuple[Tensor, Tensor, Tensor]  # counts, firsts and lists of routes: see device_routes.py
@@ -177,19 +177,16 @@ class _Combine(_Node):
             layer: ExpertLayer, needs: tuple[bool, bool, bool], dy: Tensor,
             products: Tensor | None, hidden: Tensor, each: Tensor, down: Tensor, *lists: Tensor,
         ) -> Grads:  # fmt: skip
-            of_products, of_each, of_down = needs
+            _, of_each, of_down = needs
             counts, dproducts, ddown, deach = lists[0], None, None, None
             plan, given = backward_plan(COMBINE, layer.plan), (layer.whole(dy, 0.0), down, *lists)
-            dhidden, *drows = layer.run(Call(DISPATCH, plan, of_down), given)
-            if of_products or of_each:
-                dhidden, deach = weigh(dhidden, each, hidden, counts, layer.rank)
-            if of_down:
-                weighted, _ = weigh(drows[0], each, None, counts, layer.rank)
-                ddown = gradient_of(weighted, hidden, layer.here(counts))
+            dhidden, *drows = layer.weighted(Call(DISPATCH, plan, of_down), given, each)
             if products is not None:
-                (dproducts,) = activations.gradients_by(
-                    dhidden, products, None, activations.SWIGLU, counts, layer.rank
-                )
+                dproducts, deach = swiglu_back(dhidden, each, products, counts, layer.rank)
+            elif of_each:
+                _, deach = weigh(dhidden, each, hidden, counts, layer.rank)
+            if of_down:
+                ddown = gradient_of(drows[0], hidden, layer.here(counts))
             return dproducts, deach if of_each else None, ddown
 
         dproducts, *found = _Node.back(ctx, compute, grads[0].resolve_neg())

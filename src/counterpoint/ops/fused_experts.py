@@ -144,7 +144,10 @@ def dispatch(site: Site) -> Action:
     ).compile(each.dtype, torch.int32, 0)  # fmt: skip
     index = torch.int32 if p.by_routes else each.dtype
     collect = each.collect(p.k, come, index, each.dtype, int(p.by_routes), some=p.by_routes)
-    keep = each.collect(p.k, come, each.dtype, each.dtype) if p.by_routes else None
+    keep = weigh = collect
+    if p.by_routes:
+        keep = each.collect(p.k, come, each.dtype, each.dtype)
+        weigh = each.collect(p.k, come, index, torch.float32, 1, some=True, weighted=True)
 
     def run(operands: Operands) -> None:
         if each.islands > 1:
@@ -172,11 +175,12 @@ def dispatch(site: Site) -> Action:
             launches.append((clear, (y, routes, y.shape[0])))
         if rows is not None:
             which = rows if lists is None else lists.rows
-            given = routes, which, rows, rows, rows.shape[0], limit, int(clears)
-            launches.append((collect, given))
+            weights = operands.get("row_weights")
+            by = rows if weights is None else aligned(weights)
+            given = routes, which, by, rows, rows.shape[0], limit, int(clears)
+            launches.append((collect if weights is None else weigh, given))
         received = operands.get("received")
         if received is not None:
-            assert keep is not None, "of tokens"
             given = moves, received, received, received, received.shape[0], ANY, 0
             launches.append((keep, given))
         Launch.in_a_row(launches)
@@ -313,6 +317,9 @@ def reference(site: Site) -> Action:
             copy_own(operands)
         if p.op == COMBINE:
             finish(places.rank, operands)
+        if "row_weights" in operands:
+            rows, weights = operands["rows"], operands["row_weights"][:, None]
+            rows.copy_((rows.float() * weights).to(rows.dtype))
         if "received" in operands:
             assert lists is not None, "of tokens"
             sizes = Sizes(len(operands["x"]), whole.top_k, p.ranks, len(operands["rows"]))

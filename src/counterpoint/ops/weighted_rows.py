@@ -7,16 +7,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from counterpoint.kernels.weighted_rows import gathered_rows_kernel, weighted_rows_kernel
+from counterpoint.kernels.weighted_rows import (
+    gathered_rows_kernel,
+    weighted_rows_kernel,
+    weighted_swiglu_kernel,
+)
+from counterpoint.ops import activations
 from counterpoint.ops.register import refuse_double_matmul, register
 from counterpoint.plan.fused_sum import padded
 from counterpoint.runtime.device_limits import refused_on
-from counterpoint.runtime.launch import At, Grid, Launch, aligned, launch_of
+from counterpoint.runtime.launch import At, Grid, Launch, aligned
 from counterpoint.runtime.ranks import group_of
 
 BLOCK_N = 1024  # columns at a time
 OPTIONS = {"num_warps": 4}
-PROGRAMS = 8  # for each SM, that gather rows
 
 
 def weighted_rows(
@@ -117,20 +121,72 @@ def gathered(
         start: where index begins.
         counts: int64 [ranks, E], where the others are.
     """
-    if received.is_cuda and not refused_on(received.device):
-        y = received.new_empty(index.shape[0], received.shape[1])
-        ranks, experts = counts.shape
-        fixed = (
-            ("E", experts), ("rank", rank), ("N", y.shape[1]), ("WORLD", ranks),
-            ("EXPERTS", padded(experts // ranks)), ("BLOCK_N", min(BLOCK_N, padded(y.shape[1]))),
-        )  # fmt: skip
-        dtypes = received.dtype, torch.int32, counts.dtype, received.dtype
-        programs = PROGRAMS * torch.cuda.get_device_properties(y.device).multi_processor_count
-        launched = programs, OPTIONS["num_warps"]
-        launch = launch_of(gathered_rows_kernel, dtypes, 2, fixed, launched, y.device, "gathered")
-        launch(received, start, counts, y, len(y), len(received))
-        return y
-    return received[index.clamp(max=max(len(received) - 1, 0)).long()]
+    if not received.is_cuda or refused_on(received.device):
+        return received[index.clamp(max=max(len(received) - 1, 0)).long()]
+    y = received.new_empty(index.shape[0], received.shape[1])
+    gather_into(y, received, start, counts, rank)
+    return y
+
+
+def gather_into(y: Tensor, received: Tensor, start: At, counts: Tensor, rank: int) -> None:
+    """As `gathered`, by the kernel."""
+    dtypes = received.dtype, torch.int32, counts.dtype, y.dtype
+    launch = _shared(gathered_rows_kernel, dtypes, counts.shape, rank, y.shape[1], y.device)
+    launch(received, start, counts, y, len(y), len(received))
+
+
+def swiglu_back(
+    dhidden: Tensor, weights: Tensor, products: Tensor, counts: Tensor, rank: int
+) -> tuple[Tensor, Tensor]:
+    """Gradients of gate and up, and of the weights, of rows of weights * silu(gate) * up.
+
+    Args:
+        dhidden: bf16, fp16 or fp32 [room, N], of these rows.
+        weights: fp32 [room].
+        products: as dhidden, [room, 2 N], gate, then up.
+        counts: int64 [ranks, E].
+
+    Returns:
+        As products, and fp32 [room], 0 behind the rows that there are; the same numbers as of
+        `weigh` and `activations.gradients_by`.
+    """
+    if not dhidden.is_cuda or refused_on(dhidden.device):
+        hidden = activations.activated_by(products, None, activations.SWIGLU, counts, rank)
+        dhidden, dots = weigh(dhidden, weights, hidden, counts, rank)
+        given = dhidden, products, None, activations.SWIGLU, counts, rank
+        return activations.gradients_by(*given)[0], dots
+    dproducts, dots = torch.empty_like(products), weights.new_empty(len(products))
+    swiglu_back_into(dproducts, dots, dhidden, weights, products, counts, rank)
+    return dproducts, dots
+
+
+def swiglu_back_into(
+    dproducts: Tensor, dots: Tensor, dhidden: Tensor, weights: Tensor, products: Tensor,
+    counts: Tensor, rank: int,
+) -> None:  # fmt: skip
+    """As `swiglu_back`, by the kernel."""
+    tensors = [t if aligned(t) else t.clone() for t in (dhidden, weights, products)]
+    dtypes = *(t.dtype for t in tensors), counts.dtype, dproducts.dtype, dots.dtype
+    n = dhidden.shape[1]
+    launch = _shared(weighted_swiglu_kernel, dtypes, counts.shape, rank, n, dots.device)
+    launch(*tensors, counts, dproducts, dots, len(dots))
+
+
+@lru_cache(maxsize=1024)
+def _shared(
+    kernel: Any, dtypes: tuple[torch.dtype, ...], counts: torch.Size, rank: int, n: int,
+    device: torch.device,
+) -> Launch:  # fmt: skip
+    """A kernel whose resident programs share the rows, compiled for tensors like these."""
+    ranks, experts = counts
+    fixed = {
+        "E": experts, "rank": rank, "N": n, "WORLD": ranks, "EXPERTS": padded(experts // ranks),
+        "BLOCK_N": min(BLOCK_N, padded(max(n, 1))),
+    }  # fmt: skip
+    given = tuple(name for name in kernel.arg_names if name not in fixed)
+    grid = Grid(None, reserve=False)  # nothing waits in it
+    launch = Launch(kernel, given, fixed, grid, device, kernel.__name__, OPTIONS)
+    return launch.compile(*dtypes, *(0,) * (len(given) - len(dtypes)))
 
 
 def _fake(
