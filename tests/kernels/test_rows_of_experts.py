@@ -201,12 +201,13 @@ def test_tokens_that_have_come_once_are_rows_of_their_experts(
     rank: int, ranks: int, dtype: torch.dtype, name: str
 ) -> list[str]:
     (rows, *_), tables, at, count = drawn(name, 1, 0, 1)
-    received = rows.to(dtype)[: max(1, len(rows) // 2)]
     draw = torch.Generator().manual_seed(3)
+    received = torch.randn(max(1, len(rows) // 2), rows.shape[1], generator=draw).to(dtype)
     index = torch.randint(len(received), (len(rows),), generator=draw, dtype=torch.int32)
     index[count:] = 2**31 - 1
     found: list[str] = []
-    tables = [table for table in tables if table is not None]
+    if tables[0] is None:  # somebody counts
+        return found
     for table in tables:
         y = torch.full_like(rows.to(dtype), UNTOUCHED)
         weighted_rows.gather_into(y, received, index, table, at)
@@ -231,7 +232,8 @@ def test_gradients_of_weighted_swiglu_are_those_of_two_kernels(
     (rows, weights, other), tables, at, count = drawn(name, 1, 0, 1)
     dhidden, products = rows.to(dtype), torch.cat((rows, other), 1).flip(1).to(dtype)
     found: list[str] = []
-    tables = [table for table in tables if table is not None]
+    if tables[0] is None:  # somebody counts
+        return found
     for table in tables:
         hidden, dproducts = torch.empty_like(dhidden), torch.full_like(products, UNTOUCHED)
         scaled, want = torch.empty_like(dhidden), torch.full_like(products, UNTOUCHED)

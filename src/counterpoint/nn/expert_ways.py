@@ -90,9 +90,11 @@ def through(
         route: of such tokens.
         way: of calls like this one, which nothing watches; None: it goes by the operators.
     """
-    tokens = x.reshape(-1, of.features)
-    logits, experts, weights = (None if t is None else t.reshape(-1, t.shape[-1])
-                                for t in route[:3])  # fmt: skip
+    tokens, (logits, experts, weights, renormalize) = x, route
+    if x.dim() != 2:
+        tokens = x.reshape(-1, of.features)
+        logits, experts, weights = (None if t is None else t.reshape(-1, t.shape[-1])
+                                    for t in route[:3])  # fmt: skip
     number, layer = tokens.shape[0], _layer(of, tokens) if way is None else way.layer
     if way is not None and way.max_rows is not None:
         room = Room(number, way.max_rows)
@@ -102,11 +104,11 @@ def through(
         facts = expert_calls.Facts(*room, of.top_k, of.num_experts, way.drops, way.plan)
         call = expert_calls.layer_of(workspace_of(of.group, x.device), facts)
         given: Any = autocast(tokens, *parameters) if way.casts else (tokens, *parameters)
-        route = Route(logits, experts, weights, route.renormalize)
+        route = Route(logits, experts, weights, renormalize)
         y, dropped = expert_layer.through(call, given[0], route, *given[1:])
         return y if x.dim() == 2 else y.view(x.shape), dropped if way.drops else None
     if logits is not None:
-        weights, experts = choose_experts(logits, of.top_k, route.renormalize)
+        weights, experts = choose_experts(logits, of.top_k, renormalize)
     assert experts is not None and weights is not None
     if room is None and not _by_routes(of, x):
         return _by_counts(of, tokens, experts, weights, parameters).view(x.shape), None

@@ -17,12 +17,12 @@ from counterpoint.ops.expert_calls import ExpertLayer, Needs
 from counterpoint.runtime import tell_routes
 from counterpoint.runtime.device_routes import Found
 from counterpoint.runtime.lanes_cuda import profiling
-from counterpoint.runtime.launch import ALIGN
 from counterpoint.runtime.launch_collective import replayed
 from counterpoint.runtime.routes import NONE
 from counterpoint.runtime.workspace import Operands
 
 Shape = tuple[tuple[int, ...], torch.dtype]
+WORDS = 64  # from a multiple of so many on a tensor of a block begins
 _numbers = count()
 
 
@@ -30,17 +30,44 @@ class Made(NamedTuple):
     """What a forward has made: routes, tokens that have come where they are kept, and results.
 
     Args:
-        products, hidden: of gate and up [R, 2 I], perhaps of no columns, and silu(gate) * up.
         received: tokens that have come [all, D], perhaps of no columns: see device_routes.py.
+        products, hidden: of gate and up [R, 2 I], perhaps of no columns, and silu(gate) * up.
         calls: of each of the three operators how many calls of the group there had been then.
     """
 
     found: Found
-    products: Tensor
     received: Tensor
+    products: Tensor
     hidden: Tensor
     y: Tensor
-    calls: list[int]
+    calls: Sequence[int]
+
+
+class _Block:
+    """Tensors that are made as one, of 4-byte words: their views are for later.
+
+    Args:
+        shapes: of the tensors, with their dtypes.
+    """
+
+    def __init__(self, shapes: Sequence[Shape]) -> None:
+        self.shapes, self.starts = shapes, [0]
+        for shape, dtype in shapes:
+            words = -(-prod(shape) * dtype.itemsize // 4)
+            self.starts.append(self.starts[-1] + -(-words // WORDS) * WORDS)
+
+    def new(self, like: Tensor) -> Tensor:
+        """All of them."""
+        return like.new_empty(self.starts[-1], dtype=torch.int32)
+
+    def views(self, block: Tensor) -> list[Tensor]:
+        """Each of them."""
+        return [
+            block[start:end].view(dtype)[: prod(shape)].view(shape)
+            for (shape, dtype), start, end in zip(
+                self.shapes, self.starts, self.starts[1:], strict=False
+            )
+        ]
 
 
 class Forward:
@@ -60,50 +87,55 @@ class Forward:
         x, _, _, gate_up, down = tensors
         rows, (every, hidden), features = layer.facts.max_rows, gate_up.shape[1:], x.shape[1]
         kept = every if needs.x or needs.gate_up else 0
-        self.shapes: list[Shape] = [
+        self.sums: Shape = (layer.facts.tokens, hidden), x.dtype
+        # a backward needs its first part to the end, the second at its begin alone
+        self.kept = _Block([
             *tell_routes.shapes_of(layer.sizes, layer.facts.num_experts),
-            ((rows, kept), x.dtype),
             ((layer.sizes.received, features if needs.gate_up else 0), x.dtype),
-            ((rows, down.shape[2]), x.dtype), ((layer.facts.tokens, hidden), x.dtype),
-        ]  # fmt: skip
-        # what nobody reads behind a call is one tensor: routes, then of both calls
-        self.words = 0
+        ])  # fmt: skip
+        self.between = _Block([((rows, kept), x.dtype), ((rows, down.shape[2]), x.dtype)])
+        # what nobody reads behind a call: routes, then of both calls
+        words = 0
         if x.is_cuda:
-            self.words = tell_routes.words_of(layer.sizes, layer.facts.num_experts, x.device)
-        self.places: list[dict[str, tuple[int, Shape]]] = []
-        self.scratch = self.words
-        made = self._new(x, [])
-        for of, operands in zip(ready, self._operands(tensors, made, None), strict=True):
-            self.places.append({})
+            words = tell_routes.words_of(layer.sizes, layer.facts.num_experts, x.device)
+        shapes: list[Shape] = [((words,), torch.int32)]
+        self.names: list[list[str]] = []  # of temporaries, which scratch has
+        for of, operands in zip(ready, self._operands(tensors, self._made(x)), strict=True):
             assert of.code is not None
-            for name, each in of.code.temporaries_of(operands).items():
-                self.places[-1][name] = self.scratch, (tuple(each.shape), each.dtype)
-                words = -(-each.numel() * each.itemsize // 4)
-                self.scratch += -(-words // ALIGN) * ALIGN
+            made = of.code.temporaries_of(operands)
+            self.names.append([*made])
+            shapes += [(tuple(each.shape), each.dtype) for each in made.values()]
+        self.scratch = _Block(shapes)
 
-    def _new(self, x: Tensor, calls: list[int]) -> Made:
-        each = [x.new_empty(shape, dtype=dtype) for shape, dtype in self.shapes]
-        return Made(Found(*each[:4]), each[4], each[5], each[6], each[7], calls)
+    def _made(self, x: Tensor, blocks: Sequence[Tensor] = (), calls: Sequence[int] = ()) -> Made:
+        """What is in blocks, or new: those of `kept` and `between`, and the sums."""
+        kept, between, y = blocks or self._new(x)
+        *found, received = self.kept.views(kept)
+        products, hidden = self.between.views(between)
+        return Made(Found(*found), received, products, hidden, y, calls)
+
+    def _new(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        shape, dtype = self.sums
+        return self.kept.new(x), self.between.new(x), x.new_empty(shape, dtype=dtype)
 
     def _operands(
-        self, tensors: Sequence[Tensor], made: Made, scratch: Tensor | None
+        self, tensors: Sequence[Tensor], made: Made, scratch: Sequence[Tensor] = ()
     ) -> tuple[Operands, Operands]:
         """Of both calls; without scratch those of no temporaries."""
-        (each, *lists), products, received, hidden, y, _ = made
+        (each, *lists), received, products, hidden, y, _ = made
         x, _, _, gate_up, down = tensors
         dispatch, combine = self.ready
         results = {"y": products, "hidden": hidden}
         if received.shape[1]:
             results["received"] = received
-        first = dispatch.bound((x, gate_up.mT, *lists), results)
-        second = combine.bound((hidden, down.mT, *lists, each, None), {"y": y})
-        if scratch is not None:
-            for operands, places in zip((first, second), self.places, strict=True):
-                for name, (start, (shape, dtype)) in places.items():
-                    words = -(-prod(shape) * dtype.itemsize // 4)
-                    part = scratch[start : start + words].view(dtype)
-                    operands[name] = part[: prod(shape)].view(shape)
-        return first, second
+        found = (
+            dispatch.bound((x, gate_up.mT, *lists), results),
+            combine.bound((hidden, down.mT, *lists, each, None), {"y": y}),
+        )
+        parts = iter(scratch)
+        for operands, names in zip(found, self.names, strict=False):
+            operands.update(zip(names, parts, strict=False))
+        return found
 
     def __call__(self, tensors: Sequence[Tensor]) -> Made:
         """Launch it.
@@ -121,29 +153,29 @@ class Forward:
             for ready in self.ready:
                 board.note(ready.digest)
                 calls.append(board.calls)
-            made = self._new(x, calls)
-            scratch = x.new_empty(self.scratch, dtype=torch.int32)
+            blocks, scratch = self._new(x), self.scratch.new(x)
 
             def enqueue(_: object = None) -> None:
-                memory = scratch[: self.words]
+                made = self._made(x, blocks)
+                memory, *parts = self.scratch.views(scratch)
                 tell_routes.enqueue(layer.workspace, layer.sizes, tensors[1:3], made.found, memory)
-                operands = self._operands(tensors, made, scratch)
+                operands = self._operands(tensors, made, parts)
                 for ready, given in zip(self.ready, operands, strict=True):
                     assert ready.code is not None
                     ready.code.launch(given)
 
-            pointers = map(Tensor.data_ptr, (*tensors, *made.found, *made[1:5], scratch))
+            pointers = map(Tensor.data_ptr, (*tensors, *blocks, scratch))
             if not replayed(layer.workspace, (self.number, *pointers), enqueue):
                 enqueue()
-        return made
+        return self._made(x, blocks, calls)
 
     def _one_by_one(self, tensors: Sequence[Tensor]) -> Made:
         """As CPU ranks do, whose steps compare what was noted last."""
         layer, (x, experts, weights, *_) = self.layer, tensors
         found, _ = layer.find(experts, weights, self.asks)
         calls = [layer.board.calls]
-        made = self._new(x, calls)._replace(found=found)
-        for ready, operands in zip(self.ready, self._operands(tensors, made, None), strict=True):
+        made = self._made(x, calls=calls)._replace(found=found)
+        for ready, operands in zip(self.ready, self._operands(tensors, made), strict=True):
             layer.board.note(ready.digest)
             calls.append(layer.board.calls)
             assert ready.code is not None

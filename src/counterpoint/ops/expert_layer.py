@@ -123,7 +123,7 @@ class _Dispatch(_Node):
             products, *kept, hidden = _dispatched(layer, x, gate_up, lists, needs)
             rows, number = kept[0] if kept else None, layer.board.calls
         else:
-            (_, products, rows, hidden, _, (_, number, _)) = made
+            (_, rows, products, hidden, _, (_, number, _)) = made
         ctx.once = made is not None  # tokens are kept once, and not a row for each of their experts
         ctx.number = x.shape[0]
         ctx.set_materialize_grads(False)
