@@ -7,12 +7,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from test_routes_on_device_gpu import no_waits
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import counterpoint as cp
 import counterpoint.nn as cnn
-from counterpoint.ops import weighted_rows
+from counterpoint.ops import expert_layer, weighted_rows
 from counterpoint.runtime.capacity import drop_least
 from counterpoint.runtime.capture import no_collector
+from counterpoint.runtime.replay import Replays
 from counterpoint.runtime.routes import NONE
 
 FEATURES, HIDDEN, LOCAL, TOP = 64, 48, 8, 3
@@ -74,6 +76,59 @@ def test_tokens_change_from_call_to_call_without_a_wait(gpus):
     for got, want in zip(gots, wants, strict=True):
         assert all(torch.equal(*pair) for pair in zip(got, want, strict=True))
     cp.check()
+
+
+def test_known_calls_have_the_bits_of_the_operators(gpus, monkeypatch):
+    """Of two layers in turn, with other tokens and routes in each call, replayed for the most part.
+
+    Forwards of both come before their backwards, as in a model.
+    """
+    made, replays = [], []
+    monkeypatch.setattr(expert_layer, "at_once", noted(expert_layer.at_once, made))
+    monkeypatch.setattr(Replays, "run", noted(Replays.run, replays))
+    layers = [layer_of(gpus) for _ in range(2)]
+    for layer, scale in zip(layers, (1.0, 0.5), strict=True):
+        layer.down.data.mul_(scale)
+
+    def both(given):
+        ys = [layer(x, logits=logits, top_k=TOP)
+              for layer, (x, logits, _) in zip(layers, given, strict=True)]  # fmt: skip
+        grads = [
+            torch.autograd.grad(y, [x, logits, *layer.parameters()], dy)
+            for layer, y, (x, logits, dy) in zip(layers, ys, given, strict=True)
+        ]
+        return [*(y.detach() for y in ys), *grads[0], *grads[1]]
+
+    for i in range(60):
+        tokens = (96, 96 - 30 * dist.get_rank(), 128)[i % 3]
+        given = [leaves_of(gpus, tokens, layer, 2 * i + j) for j, layer in enumerate(layers)]
+        with Watching():
+            wants = both(given)
+        gots = both(given)
+        wrong = [
+            j for j, pair in enumerate(zip(gots, wants, strict=True)) if not torch.equal(*pair)
+        ]
+        assert not wrong, f"call {i}: results {wrong} are not those of the operators"
+    assert sum(each is not None for each in made) > 100, "calls went one by one"
+    assert sum(replays) > 100, "nothing was replayed"
+    cp.check()
+
+
+def noted(call, found):
+    """The same, and what it returns."""
+
+    def run(*given):
+        found.append(call(*given))
+        return found[-1]
+
+    return run
+
+
+class Watching(TorchDispatchMode):
+    """Under which calls go by their operators."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **kwargs or {})
 
 
 @pytest.mark.parametrize("options", [{}, {"max_rows": 250, "capacity": "drop"}], ids=str)
