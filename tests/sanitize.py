@@ -299,8 +299,7 @@ def weighted(at: At) -> None:
     check("weighted rows alone", y[:rows], (x.double() * weights[:, None])[:rows])
     index = torch.arange(20, dtype=torch.int32).flip(0)
     index[rows:] = 2**31 - 1
-    place = index.to(at.device)
-    y = gathered(there[0], place, place, there[3], at.rank)
+    y = gathered(there[0], index.to(at.device), 20, there[3], at.rank)
     check("gathered rows", y[:rows], x.flip(0)[:rows])
     products = torch.cat((other, x), 1)
     given = there[0], there[1], products.to(at.device), there[3], at.rank

@@ -215,7 +215,7 @@ def test_tokens_that_have_come_once_are_rows_of_their_experts(
             found.append("rows")
         if not (y[count:] == UNTOUCHED).all():
             found.append("rows beyond are written")
-    by_torch = weighted_rows.gathered(received, index, index, tables[0], at)
+    by_torch = weighted_rows.gathered(received, index, len(rows), tables[0], at)
     if not torch.equal(by_torch[:count], y[:count]):
         found.append("rows by torch")
     return found

@@ -149,8 +149,9 @@ class ExpertLayer:
             lists: counts, firsts and lists of routes: see device_routes.py.
         """
         counts, _, every = lists
-        index, start = self.sizes.lists(every).rows, self.sizes.at(every).rows
-        return gathered(received, index, start, counts, self.rank)
+        rows, sizes = self.facts.max_rows, self.sizes
+        index = sizes.at(every).rows if every.is_cuda else sizes.lists(every).rows
+        return gathered(received, index, rows, counts, self.rank)
 
     def own(self, of_tokens: Tensor, number: int) -> Tensor:
         """Those of this rank, in memory of their own."""

@@ -51,22 +51,22 @@ class _Block:
     """
 
     def __init__(self, shapes: Sequence[Shape]) -> None:
-        self.shapes, self.starts = shapes, [0]
+        self.words, self.places = 0, list[tuple[torch.dtype, tuple[int, ...], list[int], int]]()
         for shape, dtype in shapes:
-            words = -(-prod(shape) * dtype.itemsize // 4)
-            self.starts.append(self.starts[-1] + -(-words // WORDS) * WORDS)
+            strides = [prod(shape[i + 1 :]) for i in range(len(shape))]
+            self.places.append((dtype, shape, strides, self.words * 4 // dtype.itemsize))
+            self.words += -(-prod(shape) * dtype.itemsize // (4 * WORDS)) * WORDS
 
     def new(self, like: Tensor) -> Tensor:
         """All of them."""
-        return like.new_empty(self.starts[-1], dtype=torch.int32)
+        return like.new_empty(self.words, dtype=torch.int32)
 
     def views(self, block: Tensor) -> list[Tensor]:
         """Each of them."""
+        of = {place[0]: block.view(place[0]) for place in self.places}
         return [
-            block[start:end].view(dtype)[: prod(shape)].view(shape)
-            for (shape, dtype), start, end in zip(
-                self.shapes, self.starts, self.starts[1:], strict=False
-            )
+            of[dtype].as_strided(shape, strides, start)
+            for dtype, shape, strides, start in self.places
         ]
 
 

@@ -110,21 +110,18 @@ def _launch(
     return launch.compile(*dtypes, torch.float32, 0)
 
 
-def gathered(
-    received: Tensor, index: Tensor, start: At, counts: Tensor, rank: int
-) -> Tensor:  # fmt: skip
+def gathered(received: Tensor, index: At, room: int, counts: Tensor, rank: int) -> Tensor:
     """Rows by expert [room, N] of tokens that have come once; without torch's dispatcher.
 
     Args:
         received: bf16, fp16 or fp32 [tokens that may come, N].
-        index: int32 [room], of each row which of these it is, or more.
-        start: where index begins.
+        index: int32 [room], of each row which of these it is, or more; on a GPU, where it begins.
         counts: int64 [ranks, E], where the others are.
     """
-    if not received.is_cuda or refused_on(received.device):
-        return received[index.clamp(max=max(len(received) - 1, 0)).long()]
-    y = received.new_empty(index.shape[0], received.shape[1])
-    gather_into(y, received, start, counts, rank)
+    if isinstance(index, Tensor) and (not received.is_cuda or refused_on(received.device)):
+        return received[index[:room].clamp(max=max(len(received) - 1, 0)).long()]
+    y = received.new_empty(room, received.shape[1])
+    gather_into(y, received, index, counts, rank)
     return y
 
 
