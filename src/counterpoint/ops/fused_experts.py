@@ -116,45 +116,15 @@ def dispatch(site: Site) -> Action:
         UnsupportedError: no block of the kernel fits this GPU.
     """
     each = Experts(site)
-    p, tile, sending = each.p, each.tile, each.sending
-    whole, words = whole_rows(each), p.k * p.item_bytes // 4
-    come = p.ranks * (2 * each.experts + 1) + each.experts  # the word that says so: see routes.py
-    given = ("x_ptr", "w_desc", "y_ptr", "hidden_ptr", "routes_ptr", "moves_ptr", "sent_ptr",
-             "index_ptr", "T", "limit", "room", "keeps")  # fmt: skip
-    fixed = each.shared() | each.waiting() | {
-        "received_desc": TensorDescriptor.from_tensor(whole, [tile.block_m, tile.block_k]),
-        "words": words, "half_rows": each.half_rows,
-        "SENDERS": sending.senders, "PARTS": sending.parts, "CHUNK": sending.words,
-        "TOKEN_WORDS": min(padded(words), sending.words) if p.by_routes else 0,
-    }  # fmt: skip
-    # no reserve of SMs: see kernels/all_to_all_matmul.py
-    grid = Grid(None, sending.senders, reserve=False)
-    multiply: dict[tuple[bool, bool], Launch] = {}
-    gates = p.by_routes and p.n % (2 * ALIGN // p.item_bytes) == 0
-    ways = [(False, False), (True, False), *([(True, True)] if gates else [])]
-    blocks = {way: block_of(tile, *way) for way in ways}
-    for columns, gated in ways:
-        kinds = {"COLUMNS": columns, "GATED": gated}
-        launch = each.launch(all_to_all_matmul_kernel, given, fixed | kinds, grid, each.options)
-        like = each.dtype, sample(each, columns, gated), *(each.dtype,) * 2, *(torch.int32,) * 4
-        multiply[columns, gated] = launch.compile(*like, 0, 0, 0, 0)
-    clear = each.launch(
-        clear_kernel, ("y_ptr", "routes_ptr", "rows"),
-        {"count": come, "N": p.n, "BLOCK_N": block(p.n)}, each.collectors, {"num_warps": 4},
-    ).compile(each.dtype, torch.int32, 0)  # fmt: skip
-    index = torch.int32 if p.by_routes else each.dtype
-    collect = each.collect(p.k, come, index, each.dtype, int(p.by_routes), some=p.by_routes)
-    keep = weigh = collect
-    if p.by_routes:
-        keep = each.collect(p.k, come, each.dtype, each.dtype)
-        weigh = each.collect(p.k, come, index, torch.float32, 1, some=True, weighted=True)
+    p, multiply, taken = each.p, _dispatches(each), _taken(each)
+    gates, blocks = (True, True) in multiply, {way: block_of(each.tile, *way) for way in multiply}
 
     def run(operands: Operands) -> None:
         if each.islands > 1:
             operands = each.on_island(operands)
         started = _start(each, operands)
         x, w, limit, routes, moves, launches, lists, sizes, _ = started
-        y, rows, hidden = operands["y"], operands.get("rows"), operands.get("hidden")
+        y, hidden = operands["y"], operands.get("hidden")
         gated = gates and hidden is not None
         if gated and w.stride(1) != 1:
             w = w.mT.contiguous().mT
@@ -170,25 +140,74 @@ def dispatch(site: Site) -> Action:
         written = y, y if hidden is None else hidden, routes, moves
         keeps = int(y.shape[1] > 0)
         launches.append((multiply[columns, gated], (x, w_desc, *written, *given, keeps)))
-        clears = "clear" in operands
-        if clears:  # not before: who has few rows would send them late
-            launches.append((clear, (y, routes, y.shape[0])))
-        if rows is not None:
-            which = rows if lists is None else lists.rows
-            weights = operands.get("row_weights")
-            by = rows if weights is None else aligned(weights)
-            given = routes, which, by, rows, rows.shape[0], limit, int(clears)
-            launches.append((collect if weights is None else weigh, given))
-        received = operands.get("received")
-        if received is not None:
-            given = moves, received, received, received, received.shape[0], ANY, 0
-            launches.append((keep, given))
-        Launch.in_a_row(launches)
+        Launch.in_a_row(launches + taken(started, operands, y))
         if hidden is not None and not gated:
             activated.into(SWIGLU, y, None, hidden, operands[COUNTS], each.workspace.rank)
 
     temporaries[run] = partial(_temporaries, each)
     return run
+
+
+def _dispatches(each: Experts) -> dict[tuple[bool, bool], Launch]:
+    """The large kernel: of weights by columns or by rows, and of such of gate and up."""
+    p, tile, sending = each.p, each.tile, each.sending
+    given = ("x_ptr", "w_desc", "y_ptr", "hidden_ptr", "routes_ptr", "moves_ptr", "sent_ptr",
+             "index_ptr", "T", "limit", "room", "keeps")  # fmt: skip
+    words, block_of_rows = p.k * p.item_bytes // 4, [tile.block_m, tile.block_k]
+    fixed = each.shared() | each.waiting() | {
+        "received_desc": TensorDescriptor.from_tensor(whole_rows(each), block_of_rows),
+        "words": words, "half_rows": each.half_rows,
+        "SENDERS": sending.senders, "PARTS": sending.parts, "CHUNK": sending.words,
+        "TOKEN_WORDS": min(padded(words), sending.words) if p.by_routes else 0,
+    }  # fmt: skip
+    # no reserve of SMs: see kernels/all_to_all_matmul.py
+    grid = Grid(None, sending.senders, reserve=False)
+    ways = [(False, False), (True, False)]
+    if p.by_routes and p.n % (2 * ALIGN // p.item_bytes) == 0:
+        ways.append((True, True))
+    found: dict[tuple[bool, bool], Launch] = {}
+    for columns, gated in ways:
+        kinds = {"COLUMNS": columns, "GATED": gated}
+        launch = each.launch(all_to_all_matmul_kernel, given, fixed | kinds, grid, each.options)
+        like = each.dtype, sample(each, columns, gated), *(each.dtype,) * 2, *(torch.int32,) * 4
+        found[columns, gated] = launch.compile(*like, 0, 0, 0, 0)
+    return found
+
+
+def _taken(each: Experts) -> Behind:
+    """Behind the products: rows that are none are zeroed; rows or tokens that came are taken."""
+    p = each.p
+    come = p.ranks * (2 * each.experts + 1) + each.experts  # the word that says so: see routes.py
+    clear = each.launch(
+        clear_kernel, ("y_ptr", "routes_ptr", "rows"),
+        {"count": come, "N": p.n, "BLOCK_N": block(p.n)}, each.collectors, {"num_warps": 4},
+    ).compile(each.dtype, torch.int32, 0)  # fmt: skip
+    index = torch.int32 if p.by_routes else each.dtype
+    collect = each.collect(p.k, come, index, each.dtype, int(p.by_routes), some=p.by_routes)
+    keep = weigh = collect
+    if p.by_routes:
+        keep = each.collect(p.k, come, each.dtype, each.dtype)
+        weigh = each.collect(p.k, come, index, torch.float32, 1, some=True, weighted=True)
+
+    def behind(started: Started, operands: Operands, y: Tensor) -> Launches:
+        routes, lists, launches = started.routes, started.lists, Launches()
+        clears = "clear" in operands
+        if clears:  # not before: who has few rows would send them late
+            launches.append((clear, (y, routes, y.shape[0])))
+        rows, weights = operands.get("rows"), operands.get("row_weights")
+        if rows is not None:
+            which, by = rows if lists is None else lists.rows, rows
+            if weights is not None:
+                by = aligned(weights)
+            given = routes, which, by, rows, rows.shape[0], started.limit, int(clears)
+            launches.append((collect if weights is None else weigh, given))
+        received = operands.get("received")
+        if received is not None:
+            given = started.moves, received, received, received, received.shape[0], ANY, 0
+            launches.append((keep, given))
+        return launches
+
+    return behind
 
 
 def combine(site: Site) -> Action:
@@ -317,20 +336,25 @@ def reference(site: Site) -> Action:
             copy_own(operands)
         if p.op == COMBINE:
             finish(places.rank, operands)
-        if "row_weights" in operands:
-            rows, weights = operands["rows"], operands["row_weights"][:, None]
-            rows.copy_((rows.float() * weights).to(rows.dtype))
-        if "received" in operands:
-            assert lists is not None, "of tokens"
-            sizes = Sizes(len(operands["x"]), whole.top_k, p.ranks, len(operands["rows"]))
-            index = sizes.lists(lists).rows
-            there = index != NONE
-            operands["received"][index[there].long()] = operands["rows"][there]
-        if "hidden" in operands:
-            counts, rank = operands[COUNTS], workspace.rank
-            activated.into(SWIGLU, operands["y"], None, operands["hidden"], counts, rank)
+        _beside(operands, lists, whole.top_k, places)
 
     return run
+
+
+def _beside(operands: Operands, lists: Tensor | None, top: int, places: Places) -> None:
+    """What a dispatch of tokens is asked for beside rows, by torch: see `dispatch`."""
+    rows = operands.get("rows")
+    if rows is not None and "row_weights" in operands:
+        rows.copy_((rows.float() * operands["row_weights"][:, None]).to(rows.dtype))
+    if "received" in operands:
+        assert lists is not None and rows is not None, "of tokens"
+        sizes = Sizes(len(operands["x"]), top, places.plan.problem.ranks, len(rows))
+        index = sizes.lists(lists).rows
+        there = index != NONE
+        operands["received"][index[there].long()] = rows[there]
+    if "hidden" in operands:
+        counts, rank = operands[COUNTS], places.workspace.rank
+        activated.into(SWIGLU, operands["y"], None, operands["hidden"], counts, rank)
 
 
 def _as_host_reads(p: Problem, places: Places, operands: Operands) -> Operands:

@@ -18,15 +18,15 @@ from counterpoint.runtime.workspace import Operands, Workspace
 
 
 class Code(Protocol):
-    """A program compiled for one workspace.
-
-    Attributes:
-        chains: calls may be launched together with others that follow them: see `launch`.
-    """
+    """A program compiled for one workspace."""
 
     program: Program
     workspace: Workspace
-    chains: bool
+
+    @property
+    def chains(self) -> bool:
+        """Whether calls may be launched together with others that follow them: see `launch`."""
+        ...
 
     def run(self, operands: Operands) -> None:
         """Run one call in stream order.

@@ -47,7 +47,6 @@ class CpuCode:
     ) -> None:
         self.program = program
         self.workspace = workspace
-        self.chains = program.plan.problem.counts == "device_routed" and len(program.steps) == 1
         self.pads = pads_of(workspace)
         places = Places(workspace, program.plan)
         self.calls = calls
@@ -92,6 +91,12 @@ class CpuCode:
         operands.update(self.constants)
         _Call(self, operands, recording).run()
         self.workspace.board.compare()
+
+    @property
+    def chains(self) -> bool:
+        """See `execute.Code.chains`."""
+        plan = self.program.plan
+        return plan.problem.counts == "device_routed" and len(plan.steps) == 1
 
     def temporaries_of(self, operands: Operands) -> Operands:
         """See `execute.Code.temporaries_of`."""

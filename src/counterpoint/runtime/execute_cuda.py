@@ -97,7 +97,6 @@ class CudaCode:
                 known = (temporaries.get(action) for action in self.plain)
                 self.temporaries = [made for made in known if made is not None]
             self.replayable = self.replayable or bool(self.temporaries)
-        self.chains = bool(self.temporaries)
 
     def _compiled_steps(self, places: Places) -> list["_CudaStep"]:
         """All steps. Ranks meet behind them where a kernel waits for its peers.
@@ -157,6 +156,11 @@ class CudaCode:
             else:
                 self._enqueue(operands, torch.cuda.current_stream(), capturing=capturing)
         self.ran = True
+
+    @property
+    def chains(self) -> bool:
+        """See `execute.Code.chains`."""
+        return bool(self.temporaries)
 
     def temporaries_of(self, operands: Operands) -> Operands:
         """See `execute.Code.temporaries_of`."""
