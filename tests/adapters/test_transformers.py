@@ -13,12 +13,14 @@ import torch
 import torch.distributed as dist
 from compiled import sequence_parallel, worse
 from on_ranks import on_ranks
-from rank_bodies import by_reference
+from rank_bodies import by_reference, world
 from rankpool import RankPool
 from torch import Tensor, nn
 from torch._inductor.utils import fresh_cache
 
 import counterpoint as cp
+from benchmarks import transformers_experts
+from benchmarks.declare import Bench
 from counterpoint.adapters.explain import Report
 from counterpoint.measure.timing import relative_error
 
@@ -231,3 +233,25 @@ def _train_both(rank: int, ranks: int, folder: Path, kind: str, way: str) -> Non
         assert want[0] != want[-1]
         near = 2e-2 if "bf16" in way else 1e-5
         torch.testing.assert_close(torch.tensor(got), torch.tensor(want), rtol=near, atol=near)
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None
+    or importlib.util.find_spec(transformers_experts.PLACE) is None,
+    reason="transformers is older than 5.24",
+)
+def test_steps_are_timed_each_way(pool: RankPool):
+    """On a model that is a toy: each arm has its rows, and trains as transformers does."""
+    for rows in pool.run(_timed, 2):
+        arms = {row["arm"]: row for row in rows}
+        assert arms.keys() == {transformers_experts.THEIRS, transformers_experts.OURS,
+                               transformers_experts.OVERLAPPED}  # fmt: skip
+        for row in rows:
+            assert min(row["median_s"], row["gradients_s"]) > 0 and len(row["rounds_ms"]) == 2
+            assert row["loss_off"] < 1e-3
+
+
+def _timed(rank: int, ranks: int) -> list[dict[str, Any]]:
+    with environment(rank, ranks):
+        bench = Bench(world(), torch.device("cpu"), rounds=2)
+        return transformers_experts.rows(transformers_experts.case_of("toy", 16), bench)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from counterpoint.ops.agreement import captures, tell, tell_number
+from counterpoint.runtime.launch_routes import takes
 from counterpoint.runtime.workspace import Workspace
 
 OP = "ExpertParallelMLP"
@@ -72,7 +73,8 @@ def room_for(
     if key not in fits and not captures(device):
         asks = facts | {"asks for": "memory"}  # who has asked before is told apart
         free_bytes = min(tell(OP, asks, workspace, _free_bytes(device)))
-        fits[key] = num_bytes(layer, rows) <= free_bytes
+        once = takes(device, layer.experts, layer.top_k)
+        fits[key] = num_bytes(layer, rows, ranks * most if once else rows) <= free_bytes
     return Room(most, rows) if fits.get(key, True) else None
 
 
@@ -87,18 +89,22 @@ def rounded(tokens: int) -> int:
     return -(-tokens // step) * step
 
 
-def num_bytes(layer: Layer, rows: int) -> int:
+def num_bytes(layer: Layer, rows: int, kept: int) -> int:
     """Memory of a forward and a backward with that many rows by expert, in a model of LAYERS.
 
-    Each layer keeps its rows (1 features), and gate, up and what is between the matmuls (3 hidden).
-    One backward at a time has more beside them. Of features: the gradients that come to rows,
-    without and with their weights (2), and the products before they are summed (1). Of hidden: the
-    gradients of gate and up (2), and of what is between, without and with weights (2). Peers write
-    to two halves of symmetric memory (2 features), which layers share.
+    Each layer keeps what has come, tokens or a row for each of their experts (1 features), and of
+    rows gate, up and what is between the matmuls (3 hidden). One backward at a time has more beside
+    them. Of features: the gradients that come to rows, without and with their weights, or the rows
+    themselves (2), and the products before they are summed (1). Of hidden: the gradients of gate
+    and up (2), and of what is between, without and with weights (2). Peers write to two halves of
+    symmetric memory (2 features), which layers share.
+
+    Args:
+        kept: rows or tokens that a layer keeps.
     """
-    kept = layer.features + 3 * layer.hidden
-    once = 5 * layer.features + 4 * layer.hidden
-    return rows * (LAYERS * kept + once) * layer.dtype.itemsize
+    once = rows * (5 * layer.features + 4 * layer.hidden)
+    of_layer = kept * layer.features + rows * 3 * layer.hidden
+    return (LAYERS * of_layer + once) * layer.dtype.itemsize
 
 
 def _free_bytes(device: torch.device) -> int:
