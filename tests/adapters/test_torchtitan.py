@@ -25,9 +25,11 @@ from torch.distributed.fsdp import FSDPModule
 
 import counterpoint as cp
 from counterpoint.adapters.compile import LAST, SEAM, OverlapPass
+from counterpoint.measure.timing import relative_error
 
 NAME = "counterpoint.adapters.torchtitan"
-LAYERS = 2
+EXPERTS = "counterpoint.adapters.torchtitan_experts"
+LAYERS, STEPS = 2, 4
 installed = importlib.util.find_spec("torchtitan") is not None
 
 
@@ -104,15 +106,20 @@ def test_torchtitan_that_has_moved():
         importlib.import_module(NAME)
 
 
-def llama(*imports: str, degree: str, mixed: str, compiled: bool) -> tuple[Any, Any]:
-    """torchtitan's Llama on two ranks, and its configuration."""
+def llama(
+    *imports: str, degree: str, mixed: str, compiled: bool, experts: bool = False
+) -> tuple[Any, Any]:
+    """torchtitan's Llama on two ranks, or its Qwen3 of experts, and its configuration."""
     from torchtitan import config as titan  # type: ignore[import-not-found]
     from torchtitan.distributed import parallel_dims, utils  # type: ignore[import-not-found]
     from torchtitan.models.common import attention  # type: ignore[import-not-found]
     from torchtitan.models.llama3 import config_registry  # type: ignore[import-not-found]
+    from torchtitan.models.qwen3 import config_registry as qwen3  # type: ignore[import-not-found]
 
-    config = config_registry.llama3_debugmodel()
+    config = qwen3.qwen3_moe_debug() if experts else config_registry.llama3_debugmodel()
     config.compile.enable = compiled
+    if experts:
+        config.parallelism.expert_parallel_degree = 2
     setattr(config.parallelism, degree, 2)
     config.parallelism.spmd_backend = "partial_dtensor"
     config.training.mixed_precision_param = mixed
@@ -124,7 +131,8 @@ def llama(*imports: str, degree: str, mixed: str, compiled: bool) -> tuple[Any, 
     dims = parallel_dims.ParallelDims.from_config(config.parallelism, 2)
     dims.build_mesh()
     model_config = config.model_spec.model
-    model_config.layers = model_config.layers[:LAYERS]
+    # of experts one: of the second's tokens some, rounded otherwise, would choose others
+    model_config.layers = model_config.layers[: 1 if experts else LAYERS]
     model_config.update_from_config(config=config)
     for layer in model_config.layers:  # flex attention has no gradient on CPU
         layer.attention.inner_attention = attend.Config(
@@ -162,21 +170,29 @@ def step(*imports: str) -> tuple[list[Tensor], Any]:
     return [y, *(p.grad.full_tensor() for p in model.parameters())], model
 
 
-def trained(rank: int, *imports: str) -> list[Tensor]:
-    """Losses and weights of steps of blocks that FSDP2 shards, by torchtitan's own optimizer."""
+def trained(rank: int, *imports: str, experts: bool = False) -> list[Tensor]:
+    """Of steps of blocks that FSDP2 shards, by torchtitan's own optimizer: losses, the gradients of
+    the first, and weights."""
     model, config = llama(
-        *imports, degree="data_parallel_shard_degree", mixed="bfloat16", compiled=False
-    )
+        *imports, degree="data_parallel_shard_degree", mixed="bfloat16", compiled=False,
+        experts=experts,
+    )  # fmt: skip
+    if experts:
+        said = importlib.import_module(EXPERTS).explain_experts(model).splitlines()
+        way = "routed_experts: counterpoint" if imports else "no experts go by counterpoint"
+        assert len(said) == 1 and said[0].endswith(way), said
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)  # gloo has no average
     optimizers = config.optimizer.build(model_parts=[model])
-    rates = config.lr_scheduler.build(optimizers=optimizers, training_steps=4)
+    rates = config.lr_scheduler.build(optimizers=optimizers, training_steps=STEPS)
     out = list[Tensor]()
-    for i in range(4):
+    for i in range(STEPS):
         _, loss = loss_of(model, 10 * i + rank)
         loss.backward()
         out.append(loss.detach())
+        if i == 0:
+            out += [p.grad.to_local().clone() for p in model.parameters()]
         optimizers.step()
         rates.step()
         optimizers.zero_grad()
@@ -195,6 +211,24 @@ def test_steps_of_torchtitans_llama_sharded_by_fsdp2(rank: int, world_size: int)
     assert len(overlapped.found) == LAYERS + 2
     for a, b in zip(want, got, strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.skipif(not installed, reason="torchtitan is not installed")
+@pytest.mark.parametrize("more", [(), (f"{NAME}.overlap",)], ids=["alone", "overlapped"])
+@on_ranks(2)
+def test_steps_of_torchtitans_experts(rank: int, world_size: int, more: tuple[str, ...]):
+    """The override of experts, under FSDP2: losses and gradients of torchtitan's, but for bf16."""
+    with warnings.catch_warnings(), by_reference(), inductor.patch({SEAM: None, LAST: None}):
+        warnings.simplefilter("ignore")  # of torchtitan and of torch, in their own code
+        want = trained(rank, experts=True)
+        got = trained(rank, f"{EXPERTS}.experts", *more, experts=True)
+    assert len(want) == len(got)
+    # the first loss, and the gradients behind it: later ones are of other weights
+    number = 1 + (len(want) - STEPS) // 2
+    off = [
+        relative_error(a, b) for a, b in zip(got[:number], want[:number], strict=True) if b.any()
+    ]
+    assert len(off) >= number - 1 and max(off) < 3e-2, off
 
 
 @pytest.mark.skipif(not installed, reason="torchtitan is not installed")

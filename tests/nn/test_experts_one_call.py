@@ -14,6 +14,7 @@ from island_bodies import on_islands
 from on_ranks import on_ranks
 from rank_bodies import by_reference
 from torch import Tensor
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -310,3 +311,99 @@ def test_a_layer_is_copied_and_pickled_without_what_it_knows(rank: int, ranks: i
         for each in (again, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
             assert torch.equal(each(given["x"], logits=given["logits"], top_k=TOP), want)
         assert went == ["one call"] * 4
+
+
+@contextmanager
+def launches() -> Iterator[list[bool]]:
+    """Whether each forward was launched at once."""
+    found: list[bool] = []
+    at_once = expert_layer.at_once
+
+    def noted(*given: Any) -> Any:
+        made = at_once(*given)
+        found.append(made is not None)
+        return made
+
+    with pytest.MonkeyPatch.context() as patch, by_reference():
+        patch.setattr(expert_layer, "at_once", noted)
+        yield found
+
+
+def warmed(rank: int, ranks: int, **options: Any) -> tuple[list[Tensor], Any, Tensor]:
+    """Leaves, a call on them, and the gradient of its result; memory has grown before."""
+    layer, _ = pair(FEATURES, HIDDEN, ranks * LOCAL, dtype=DTYPE, **options)
+    given = drawn(rank, 6)
+    experts = torch.tensor([[1, 0]] * 3 + [[4, 3]] * 3)
+    leaves = [given["x"].requires_grad_(), given["weights"].requires_grad_(),
+              layer.gate_up, layer.down]  # fmt: skip
+
+    def call() -> Any:
+        return layer(leaves[0], experts, leaves[1])
+
+    for _ in range(2):
+        with Watching():
+            torch.autograd.grad(call(), leaves, given["dy"])
+        with torch.no_grad():
+            call()
+    return leaves, call, given["dy"]
+
+
+@pytest.mark.parametrize("options", [
+    {"plan": "fused"}, {"plan": "routed", "max_rows": 12}, {"max_rows": 12, "capacity": "drop"}],
+    ids=["room", "little room", "drops"])  # fmt: skip
+@pytest.mark.parametrize("between", ["nothing", "memory moves", "a profiler"])
+@on_ranks(2)
+def test_a_checkpoint_recomputes_what_was_kept(
+    rank: int, ranks: int, between: str, options: dict[str, Any]
+):
+    """Though one of both goes at once and the other one call by call."""
+    with on_islands(rank, ranks), launches() as at_once:
+        leaves, call, dy = warmed(rank, ranks, **options)
+        with Watching():
+            want = torch.autograd.grad(call(), leaves, dy)
+        if between != "nothing":  # so the forward is known
+            for _ in range(2):
+                torch.autograd.grad(call(), leaves, dy)
+        at_once.clear()
+        y: Any = checkpoint(call, use_reentrant=False)
+        if between == "memory moves":
+            workspace_of(torch.distributed.group.WORLD, leaves[0].device).drop_code()
+        with torch.autograd.profiler.profile() if between == "a profiler" else nullcontext():
+            got = torch.autograd.grad(y, leaves, dy)
+        assert same(list(want), list(got))
+        assert same(list(want), list(torch.autograd.grad(call(), leaves, dy)))
+        drops, known = "capacity" in options, between != "nothing"
+        assert at_once[:2] == [known and not drops, not known and not drops], at_once
+
+
+@on_ranks(2)
+def test_modes_and_hooks_around_what_is_kept(rank: int, ranks: int):
+    """Inference first; tensors that are kept elsewhere; results that are changed."""
+    with on_islands(rank, ranks), launches() as at_once:
+        leaves, call, dy = warmed(rank, ranks, plan="fused")
+        with torch.inference_mode():
+            first = [call() for _ in range(2)]
+        want = torch.autograd.grad(call(), leaves, dy)
+        assert torch.equal(first[1], call().detach()) and at_once[-1]
+        for hook in (save_on_cpu(), saved_tensors_hooks(torch.clone, torch.clone)):
+            with hook:
+                y = call()
+            assert same(list(want), list(torch.autograd.grad(y, leaves, dy)))
+        y, other = call(), call()
+        y.mul_(2)
+        for result, of in ((y, dy / 2), (other, dy)):
+            assert same(list(want), list(torch.autograd.grad(result, leaves, of)))
+
+
+@on_ranks(2)
+def test_weights_that_are_stored_by_rows(rank: int, ranks: int):
+    """Gate and up are then multiplied, and activated behind it, by kernels that are interpreted."""
+    layer, _ = pair(FEATURES, 16, ranks * LOCAL, dtype=torch.float16, plan="fused")
+    layer.gate_up = torch.nn.Parameter(layer.gate_up.detach().mT.contiguous().mT)
+    given = drawn(rank, 5)
+    x, logits = given["x"].half(), given["logits"]
+    with torch.no_grad():
+        with Watching():
+            want = layer(x, logits=logits, top_k=TOP)
+        for _ in range(3):
+            assert torch.equal(layer(x, logits=logits, top_k=TOP), want)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import counterpoint.nn as cnn
+from counterpoint.adapters.experts import explain_experts, note
 from counterpoint.adapters.seams import taken
 from counterpoint.errors import UnsupportedError
 from counterpoint.fsdp.overlap import overlap
@@ -28,6 +29,7 @@ from counterpoint.fsdp.overlapped import Overlapped
 from counterpoint.fsdp.torch_parts import states_of
 from counterpoint.ops.expert_layer import Route
 
+__all__ = ["Overlap", "explain_experts"]
 TESTED = "5.24.0"
 Callback: Any
 (Callback,) = taken("transformers", TESTED, "transformers", "TrainerCallback")
@@ -75,10 +77,10 @@ def experts_of(implementation: Any, all_to_all: Any) -> Any:
 
         def __init__(self, experts: Any, ep_mesh: Any, tp_mesh: Any) -> None:
             super().__init__(experts, ep_mesh, tp_mesh)
-            self.why = left_out(experts, ep_mesh.size())
+            why = left_out(experts, ep_mesh.size())
             self._experts, self._layer = experts, None
-            self._theirs = all_to_all(experts, ep_mesh, tp_mesh) if self.why else None
-            experts.counterpoint_experts = self  # for `explain_experts`
+            self._theirs = all_to_all(experts, ep_mesh, tp_mesh) if why else None
+            note(experts, "transformers", why)
 
         def __call__(
             self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
@@ -141,23 +143,6 @@ def _is_silu(function: Any) -> bool:
     with suppress(Exception):
         return torch.equal(function(some), nn.functional.silu(some))
     return False
-
-
-def explain_experts(model: nn.Module) -> str:
-    """A line for each module of experts: whose way its tokens go, and why.
-
-    Example:
-        >>> print(explain_experts(model))  # doctest: +SKIP
-        model.layers.0.mlp.experts: counterpoint
-        model.layers.1.mlp.experts: transformers, since biases
-    """
-    lines = list[str]()
-    for name, module in model.named_modules():
-        found: Any = getattr(module, "counterpoint_experts", None)
-        if found is not None:
-            lines.append(f"{name}: " + (f"transformers, since {found.why}" if found.why else
-                                        "counterpoint"))  # fmt: skip
-    return "\n".join(lines) or 'no experts go by ep_implementation="counterpoint"'
 
 
 with suppress(UnsupportedError):  # transformers before 5.24 has only the callback's place

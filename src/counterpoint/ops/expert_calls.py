@@ -142,6 +142,21 @@ class ExpertLayer:
             return F.pad(of_tokens, (0, 0, 0, missing), value=none)
         return of_tokens.contiguous()
 
+    def once(self, rows: Tensor, every: Tensor) -> Tensor:
+        """The tokens that have come, of rows [R, D] by expert: what a forward at once keeps.
+
+        A first call goes another way than those behind it. A checkpoint recomputes what the first
+        has kept, so it is the same.
+
+        Args:
+            every: lists of routes.
+        """
+        number = self.sizes.received
+        index = self.sizes.lists(every).rows.clamp(max=number).long()
+        received = rows.new_zeros(number + 1, rows.shape[1])
+        received[index] = rows  # what is no row goes behind them
+        return received[:number]
+
     def by_expert(self, received: Tensor, lists: Sequence[Tensor]) -> Tensor:
         """The rows [R, D] of tokens that have come.
 

@@ -83,6 +83,7 @@ class Experts:
         self.half_bytes = self.rows.half_bytes if self.combines else self.half_rows * row_bytes
         self.route_words = num_words(self.experts, p.ranks)
         self.words = -(-self.route_words // ALIGN) * ALIGN
+        self.halves = p.by_routes and p.n % (2 * ALIGN // p.item_bytes) == 0  # of gate and up
         self.options = {"num_warps": self.tile.num_warps, "num_stages": self.tile.stages}
         self.table: Tensor | None = None
         if p.counts == "equal":
@@ -91,6 +92,10 @@ class Experts:
             self.table = torch.full(shape, count, dtype=torch.int32, device=self.device)
         self.find_routes = {dtype: self._routes(dtype) for dtype in (torch.int32, torch.int64)}
         self.spoil = self._spoils() if self.islands > 1 else None
+
+    def gates(self, w: Tensor) -> bool:
+        """Whether gate and up, which lie so, are activated where they are multiplied."""
+        return self.halves and w.stride(1) == 1
 
     def launch(
         self, kernel: Any, given: tuple[str, ...], fixed: dict[str, Any], grid: Grid,

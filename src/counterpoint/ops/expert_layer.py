@@ -122,9 +122,10 @@ class _Dispatch(_Node):
         if made is None:
             products, *kept, hidden = _dispatched(layer, x, gate_up, lists, needs)
             rows, number = kept[0] if kept else None, layer.board.calls
+            if rows is not None and not layer.facts.drops:
+                rows = layer.once(rows, lists[2])
         else:
             (_, rows, products, hidden, _, (_, number, _)) = made
-        ctx.once = made is not None  # tokens are kept once, and not a row for each of their experts
         ctx.number = x.shape[0]
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(hidden)
@@ -144,7 +145,8 @@ class _Dispatch(_Node):
                 (dx,) = layer.run(Call(COMBINE, plan), (dy, gate_up, *lists, None, None))
                 dx = layer.own(dx, ctx.number)
             if rows is not None:
-                rows = layer.by_expert(rows, lists) if ctx.once else rows
+                if not layer.facts.drops:  # tokens are kept once, if they may go at once
+                    rows = layer.by_expert(rows, lists)
                 dgate_up = gradient_of(dy, rows, layer.here(lists[0]))
             return dx, dgate_up
 

@@ -53,6 +53,9 @@ def _temporaries(each: Experts, operands: Operands) -> Operands:
     found = {"words": x.new_empty(each.words * (1 + each.of_tokens), dtype=torch.int32)}
     if each.combines and each.of_tokens:
         found["product"] = x.new_empty(x.shape[0], each.p.n)
+    hidden = operands.get("hidden")
+    if hidden is not None and not operands["y"].shape[1] and not each.gates(operands["w"]):
+        found["products"] = x.new_empty(hidden.shape[0], each.p.n)
     return found
 
 
@@ -117,7 +120,7 @@ def dispatch(site: Site) -> Action:
     """
     each = Experts(site)
     p, multiply, taken = each.p, _dispatches(each), _taken(each)
-    gates, blocks = (True, True) in multiply, {way: block_of(each.tile, *way) for way in multiply}
+    blocks = {way: block_of(each.tile, *way) for way in multiply}
 
     def run(operands: Operands) -> None:
         if each.islands > 1:
@@ -125,11 +128,9 @@ def dispatch(site: Site) -> Action:
         started = _start(each, operands)
         x, w, limit, routes, moves, launches, lists, sizes, _ = started
         y, hidden = operands["y"], operands.get("hidden")
-        gated = gates and hidden is not None
-        if gated and w.stride(1) != 1:
-            w = w.mT.contiguous().mT
+        gated = hidden is not None and each.gates(w)
         if hidden is not None and not gated and not y.shape[1]:
-            y = x.new_empty(limit, p.n)
+            y = operands["products"] if "products" in operands else x.new_empty(limit, p.n)
         columns = w.stride(1) == 1
         stored = w.transpose(1, 2) if columns else w
         stored = stored.unflatten(1, (2, -1)) if gated else stored
@@ -142,7 +143,7 @@ def dispatch(site: Site) -> Action:
         launches.append((multiply[columns, gated], (x, w_desc, *written, *given, keeps)))
         Launch.in_a_row(launches + taken(started, operands, y))
         if hidden is not None and not gated:
-            activated.into(SWIGLU, y, None, hidden, operands[COUNTS], each.workspace.rank)
+            activated.into(SWIGLU, y, None, hidden, operands[COUNTS], each.rank)
 
     temporaries[run] = partial(_temporaries, each)
     return run
@@ -163,7 +164,7 @@ def _dispatches(each: Experts) -> dict[tuple[bool, bool], Launch]:
     # no reserve of SMs: see kernels/all_to_all_matmul.py
     grid = Grid(None, sending.senders, reserve=False)
     ways = [(False, False), (True, False)]
-    if p.by_routes and p.n % (2 * ALIGN // p.item_bytes) == 0:
+    if each.halves:
         ways.append((True, True))
     found: dict[tuple[bool, bool], Launch] = {}
     for columns, gated in ways:
@@ -353,8 +354,8 @@ def _beside(operands: Operands, lists: Tensor | None, top: int, places: Places) 
         there = index != NONE
         operands["received"][index[there].long()] = rows[there]
     if "hidden" in operands:
-        counts, rank = operands[COUNTS], places.workspace.rank
-        activated.into(SWIGLU, operands["y"], None, operands["hidden"], counts, rank)
+        counts = operands[COUNTS]
+        activated.into(SWIGLU, operands["y"], None, operands["hidden"], counts, places.rank)
 
 
 def _as_host_reads(p: Problem, places: Places, operands: Operands) -> Operands:
