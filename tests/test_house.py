@@ -18,10 +18,10 @@ HOUSE = ROOT / "src" / "counterpoint"
 # lines of code of each folder, as they are: a change that needs more says why, and edits this table
 CODE = {
     ".": 1607, "adapters": 2370, "choose": 557, "cli": 2134, "fsdp": 1888, "kernels": 2767,
-    "measure": 2012, "model": 667, "nn": 949, "ops": 6825, "plan": 5573, "resources": 1413,
+    "measure": 2012, "model": 667, "nn": 949, "ops": 6830, "plan": 5573, "resources": 1413,
     "runtime": 6668, "scale": 2598, "testing": 344,
 }  # fmt: skip
-CODE_OF_BENCHMARKS = 12459
+CODE_OF_BENCHMARKS = 12462
 SLACK = 30  # lines by which a folder may be smaller than its ceiling before that is lowered
 MOST_FILES, MOST_LINES = 20, 400  # of a folder, and of a file
 # what is above: as it is, until it falls

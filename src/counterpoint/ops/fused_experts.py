@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from counterpoint.errors import InputError
+from counterpoint.errors import InputError, UnsupportedError
 from counterpoint.kernels.all_to_all_matmul import all_to_all_matmul_kernel, clear_kernel
 from counterpoint.kernels.matmul_all_to_all import matmul_all_to_all_kernel
 from counterpoint.ops.activations import SWIGLU
@@ -171,7 +171,12 @@ def _dispatches(each: Experts) -> dict[tuple[bool, bool], Launch]:
         kinds = {"COLUMNS": columns, "GATED": gated}
         launch = each.launch(all_to_all_matmul_kernel, given, fixed | kinds, grid, each.options)
         like = each.dtype, sample(each, columns, gated), *(each.dtype,) * 2, *(torch.int32,) * 4
-        found[columns, gated] = launch.compile(*like, 0, 0, 0, 0)
+        try:
+            found[columns, gated] = launch.compile(*like, 0, 0, 0, 0)
+        except UnsupportedError:
+            if not gated:
+                raise
+            each.halves = False  # they are activated behind it
     return found
 
 
