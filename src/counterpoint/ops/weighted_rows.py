@@ -119,7 +119,9 @@ def gathered(received: Tensor, index: At, room: int, counts: Tensor, rank: int) 
         counts: int64 [ranks, E], where the others are.
     """
     if isinstance(index, Tensor) and (not received.is_cuda or refused_on(received.device)):
-        return received[index[:room].clamp(max=max(len(received) - 1, 0)).long()]
+        if not len(received):
+            return received.new_zeros(room, received.shape[1])
+        return received[index[:room].clamp(max=len(received) - 1).long()]
     y = received.new_empty(room, received.shape[1])
     gather_into(y, received, index, counts, rank)
     return y
