@@ -4,11 +4,16 @@
     max_rows       the same with plan="routed" and room that is given: no rank meets another
     torch          all_to_all_single, grouped matmuls, all_to_all_single; its host waits for counts
 
+and of models with experts of all tokens, as a SwiGLU of torch's operators:
+
+    behind         cnn.ExpertParallelMLP, then these, then a sum
+    shared         cnn.ExpertParallelMLP(shared=...)
+
 *forward* and *backward* are single calls, the GPU idle before and waited for behind each, with
 gradients of tokens and parameters. *graph* is a forward replayed. *host* is what a call takes the
 host while the GPU is busy, in launches of torch.mm that are measured beside it. All arms take turns
 in each round. TFLOP/s are those of the three matmuls of each token's experts on this rank's share,
-twice that backward."""
+twice that backward. Shared experts count with them."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -16,7 +21,8 @@ from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
 
 from benchmarks.declare import Bench, Benchmark, Case, Section
 from benchmarks.expert_tensors import Model
@@ -28,7 +34,11 @@ from counterpoint.measure.timing import captured, relative_error
 
 QWEN = Model("Qwen3-30B-A3B", 128, 2048, 768, 8)  # experts of all ranks, as of the next
 MIXTRAL = Model("Mixtral-8x7B", 8, 4096, 14336, 2)
-SIZES = (QWEN, 1024), (QWEN, 4096), (QWEN, 8192), (MIXTRAL, 8192)
+# a part of the experts that these models have, as many as would be on a rank of 8 or of 2
+DEEPSEEK = Model("DeepSeek-V3", 64, 7168, 2048, 8)
+LLAMA = Model("Llama 4 Scout", 16, 5120, 8192, 1)
+SIZES = (QWEN, 1024, 0), (QWEN, 4096, 0), (QWEN, 8192, 0), (MIXTRAL, 8192, 0)
+SHARED = (DEEPSEEK, 1024, 2048), (DEEPSEEK, 4096, 2048), (LLAMA, 4096, 8192)  # tokens; hidden
 ROUNDS, SHORT_ROUNDS = 25, 5
 WARM = 4  # calls before the first round: one that repeats is one launch by then
 MANY = 10  # calls behind one another, of which the host's time is a mean
@@ -37,17 +47,33 @@ MATRIX = 1024, 4096, 2048  # of torch.mm
 PRODUCT = "torch.mm"
 
 
-def case_of(model: Model, tokens: int) -> Case:
+class Dense(nn.Module):
+    """The experts of all tokens: SwiGLU."""
+
+    def __init__(self, features: int, hidden: int, bench: Bench) -> None:
+        super().__init__()
+        shapes = (2 * hidden, features), (features, hidden)
+        self.gate_up, self.down = (
+            nn.Parameter(bench.normal(*shape, scale=shape[1] ** -0.5)) for shape in shapes
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = functional.linear(x, self.gate_up).chunk(2, -1)
+        return functional.linear(functional.silu(gate) * up, self.down)
+
+
+def case_of(model: Model, tokens: int, shared: int = 0) -> Case:
     """One layer, with the experts of one rank."""
     facts = {**model._asdict(), "model": model.name, "tokens": tokens}
+    facts |= {"shared": shared} if shared else {}
     return Case(f"{model.name}, {tokens} tokens a rank", facts)
 
 
 def cases(ranks: int) -> list[Case]:
     """The shape that others have published, and one of few large experts."""
     return [
-        case_of(model._replace(experts=model.experts // ranks), tokens)
-        for model, tokens in SIZES if model.experts % ranks == 0
+        case_of(model._replace(experts=model.experts // ranks), tokens, shared)
+        for model, tokens, shared in SIZES + SHARED if model.experts % ranks == 0
     ]  # fmt: skip
 
 
@@ -55,12 +81,8 @@ def rows(case: Case, bench: Bench) -> list[Row]:
     """One for each way, and one of torch.mm."""
     model = Model(*(case[name] for name in Model._fields))
     b = batch_of(case["tokens"], model, torch.bfloat16, bench)
-    weights = weights_of(model, torch.bfloat16, bench)
-    room = bench.ranks * case["tokens"] * min(model.experts, model.top)
-    ways = {"default": ours(model, weights, bench),
-            "max_rows": ours(model, weights, bench, plan="routed", max_rows=room),
-            "torch": by_torch(weights, bench, known=False)}  # fmt: skip
-    want = ways["torch"].run(b).detach()
+    ways = ways_of(case, model, bench)
+    want = ways["behind" if "shared" in case.facts else "torch"].run(b).detach()
     errors = {name: relative_error(way.run(b).detach(), want) for name, way in ways.items()}
     calls = {name: Calls(way, b, bench, waits=name == "torch") for name, way in ways.items()}
     found: dict[str, dict[str, list[float]]] = {name: {} for name in calls}
@@ -68,7 +90,8 @@ def rows(case: Case, bench: Bench) -> list[Row]:
     rounds = bench.rounds or (SHORT_ROUNDS if bench.short else ROUNDS)
     products: list[float] = []
     for i in range(rounds):
-        for name in [*calls][i % 3 :] + [*calls][: i % 3]:
+        turn = i % len(calls)
+        for name in [*calls][turn:] + [*calls][:turn]:
             for clock, seconds in calls[name].timed().items():
                 found[name].setdefault(clock, []).append(seconds)
         products.append(enqueued_s(lambda: torch.mm(a, w), bench))
@@ -83,6 +106,21 @@ def rows(case: Case, bench: Bench) -> list[Row]:
         facts = {"mode": "calls", "rounds": rounds, "error": errors[name]}
         results.append({"arm": name, **facts, "median_s": worst["forward"], **seconds})
     return results
+
+
+def ways_of(case: Case, model: Model, bench: Bench) -> dict[str, Way]:
+    """The arms of a case, on equal weights."""
+    weights = weights_of(model, torch.bfloat16, bench)
+    if "shared" in case.facts:
+        dense = Dense(model.hidden, case["shared"], bench)
+        plain = ours(model, weights, bench)
+        every, beside = (*weights, *dense.parameters()), ours(model, weights, bench, shared=dense)
+        return {"behind": Way(lambda b: plain.run(b) + dense(b.x), every),
+                "shared": Way(beside.run, every)}  # fmt: skip
+    room = bench.ranks * case["tokens"] * min(model.experts, model.top)
+    return {"default": ours(model, weights, bench),
+            "max_rows": ours(model, weights, bench, plan="routed", max_rows=room),
+            "torch": by_torch(weights, bench, known=False)}  # fmt: skip
 
 
 class Calls:
@@ -148,7 +186,8 @@ def table(rows: list[Row]) -> str:
     lines: list[tuple[list[str], list[Row]]] = []
     for case in taken(rows, "model", "tokens"):
         of: Any = case.head
-        flop = 6 * of["tokens"] * of["top"] * of["hidden"] * of["ffn"]
+        each = of["top"] * of["ffn"] + of.get("shared", 0)
+        flop = 6 * of["tokens"] * of["hidden"] * each
         arms = {row["arm"]: row for row in case.rows}
         product = arms.pop(PRODUCT)
         for name, row in arms.items():

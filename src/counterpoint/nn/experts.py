@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from counterpoint.errors import InputError
+from counterpoint.nn.beside import Beside, beside
 from counterpoint.nn.expert_ways import Experts, Parameters, Way, through, way_of
 from counterpoint.nn.grouped import Grouped, no_view
 from counterpoint.ops import agreement, batch_invariant, call
@@ -69,6 +70,10 @@ class ExpertParallelMLP(Grouped):
             plans "auto", "fused", "routed" and "serial", of 2 ranks or more.
         plan: see `all_to_all_matmul`; "routed" sends a token once to a rank, and by one kernel each
             way where the host does not wait.
+        shared: experts of all tokens, as one module, x [..., features] to the same shape, which is
+            added to the sum. It has its own parameters, equal on all ranks or sharded as you like.
+            On a GPU it has a stream of its own: it fills what the exchange leaves free, and the
+            time that the host takes to launch it.
         device: of the parameters, as for torch.nn.Linear; "meta" as well.
         dtype: of the parameters.
 
@@ -87,12 +92,13 @@ class ExpertParallelMLP(Grouped):
 
     gate_up: nn.Parameter
     down: nn.Parameter
+    shared: nn.Module | None
     dropped: Tensor | None
 
     def __init__(
         self, features: int, hidden: int, num_experts: int, *,
         group: dist.ProcessGroup | None = None, max_rows: int | None = None,
-        capacity: str = "error", plan: str = "auto",
+        capacity: str = "error", plan: str = "auto", shared: nn.Module | None = None,
         device: torch.device | str | None = None, dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
@@ -111,6 +117,9 @@ class ExpertParallelMLP(Grouped):
             want = "without invariant, of which experts have no plans"
             raise InputError(name, "plan", want=want, got=repr(plan))
         self.capacity, self.dropped = capacity, None
+        if shared is not None:
+            instance(name, "shared", shared, nn.Module)
+        self.register_module("shared", shared)
         check_capacity(name, capacity, max_rows)
         ranks = self.group.size()
         if capacity == "drop":
@@ -167,10 +176,11 @@ class ExpertParallelMLP(Grouped):
             renormalize: False: weights are not divided by their sum; with `logits` alone.
 
         Returns:
-            dtype of the experts' products, [..., features].
+            dtype of the experts' products, [..., features]; with `shared` that of the sum.
 
         Raises:
-            InputError: an argument does not fit; nothing was launched.
+            InputError: an argument does not fit, or what `shared` has made of x: no rank has
+                launched anything else.
             PeerTimeoutError: a rank did not come.
         """
         route = Route(logits, experts, weights, renormalize)
@@ -203,6 +213,7 @@ class ExpertParallelMLP(Grouped):
                     self._check_ids(route.experts)
                 top_k = route.experts.shape[-1]
             assert top_k is not None
+            begun = None if self.shared is None else self._begin(self.shared, x)
             of = Experts(self.features, self.hidden, self.num_experts, top_k, self.group,
                          self.max_rows, self.capacity, self.plan, self._fits)  # fmt: skip
             way = None
@@ -216,13 +227,25 @@ class ExpertParallelMLP(Grouped):
         except BaseException as error:
             agreement.left(self._get_name(), error, self.group, x)
             raise
-        return no_view(y)
+        return no_view(y) if begun is None else begun.added(y)
+
+    def _begin(self, shared: nn.Module, x: Tensor) -> Beside:
+        """The shared experts, whose matmuls are launched before ranks meet."""
+        found = beside(shared, x)
+        made = found.result
+        if not isinstance(made, Tensor) or made.shape != x.shape:
+            got = tuple(made.shape) if isinstance(made, Tensor) else type(made).__name__
+            want = f"a module that makes {tuple(x.shape)} of x"
+            error = InputError(self._get_name(), "shared", want=want, got=got)
+            raise agreement.refused(error, self.group, x)
+        return found
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_known": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__({"_known": {}} | state)
+        modules = {"shared": None} | state["_modules"]  # one that was kept before there were any
+        super().__setstate__({"_known": {}} | state | {"_modules": modules})
 
     def _key(
         self, x: Tensor, route: Route, top_k: int | None, parameters: Parameters

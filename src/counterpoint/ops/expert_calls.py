@@ -151,11 +151,10 @@ class ExpertLayer:
         Args:
             every: lists of routes.
         """
-        number = self.sizes.received
-        index = self.sizes.lists(every).rows.clamp(max=number).long()
-        received = rows.new_zeros(number + 1, rows.shape[1])
-        received[index] = rows  # what is no row goes behind them
-        return received[:number]
+        first = self.sizes.lists(every).sums.amin(1)  # of the rows that a token has become
+        there = first < len(rows)
+        taken = rows.index_select(0, first.clamp(max=max(len(rows) - 1, 0)))
+        return taken.where(there[:, None], 0)
 
     def by_expert(self, received: Tensor, lists: Sequence[Tensor]) -> Tensor:
         """The rows [R, D] of tokens that have come.
