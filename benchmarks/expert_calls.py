@@ -66,7 +66,8 @@ def case_of(model: Model, tokens: int, shared: int = 0) -> Case:
     """One layer, with the experts of one rank."""
     facts = {**model._asdict(), "model": model.name, "tokens": tokens}
     facts |= {"shared": shared} if shared else {}
-    return Case(f"{model.name}, {tokens} tokens a rank", facts)
+    beside = "shared experts, " if shared else ""
+    return Case(f"{model.name}, {beside}{tokens} tokens a rank", facts)
 
 
 def cases(ranks: int) -> list[Case]:
@@ -86,7 +87,8 @@ def rows(case: Case, bench: Bench) -> list[Row]:
     errors = {name: relative_error(way.run(b).detach(), want) for name, way in ways.items()}
     calls = {name: Calls(way, b, bench, waits=name == "torch") for name, way in ways.items()}
     found: dict[str, dict[str, list[float]]] = {name: {} for name in calls}
-    a, w = (bench.normal(*shape) for shape in (MATRIX[:2], MATRIX[1:]))
+    m, k, n = MATRIX if bench.on_gpu else (8, 8, 8)  # some CPUs have no 16-bit products
+    a, w = bench.normal(m, k), bench.normal(k, n)
     rounds = bench.rounds or (SHORT_ROUNDS if bench.short else ROUNDS)
     products: list[float] = []
     for i in range(rounds):

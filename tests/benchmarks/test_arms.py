@@ -72,6 +72,7 @@ CASES: dict[str, tuple[Benchmark, Case]] = {
     "few tokens": (decode_experts.DECODE_EXPERTS, decode_experts.case_of(SMALL, 5)),
     "one token": (decode_experts.DECODE_EXPERTS, decode_experts.case_of(SMALL, 1)),
     "expert calls": (expert_calls.EXPERT_CALLS, expert_calls.case_of(SMALL, 5)),
+    "shared experts": (expert_calls.EXPERT_CALLS, expert_calls.case_of(SMALL, 5, 24)),
 }  # fmt: skip
 ARMS = {
     "all_gather_matmul": {"compute", "communication", "serial", "auto", "plan serial"},
@@ -105,6 +106,7 @@ ARMS = {
     "few tokens": {*decode_experts.THEIRS, *decode_experts.OURS},
     "one token": {*decode_experts.THEIRS, *decode_experts.OURS},
     "expert calls": {"default", "max_rows", "torch", expert_calls.PRODUCT},
+    "shared experts": {"behind", "shared", expert_calls.PRODUCT},
 }  # fmt: skip
 
 MODELS = {

@@ -115,6 +115,50 @@ def test_known_calls_have_the_bits_of_the_operators(gpus, monkeypatch):
     cp.check()
 
 
+class Late(torch.nn.Linear):
+    """Shared experts that take long, forward and backward, and whose host does not wait."""
+
+    def forward(self, x):
+        torch.cuda._sleep(3_000_000)
+        y = super().forward(x)
+        if y.requires_grad:
+            y.register_hook(lambda _: torch.cuda._sleep(3_000_000))
+        return y
+
+
+def test_shared_experts_are_waited_for(gpus):
+    """Bits are those of one behind the other, eager and in a graph; freed memory is used again."""
+    plain = layer_of(gpus)
+    shared = Late(FEATURES, FEATURES, device=gpus, dtype=torch.bfloat16)
+    layer = layer_of(gpus, shared=shared)
+    side = torch.cuda.Stream()
+    for i in range(6):
+        x, logits, dy = leaves_of(gpus, 96, layer, i)
+        y = plain(x, logits=logits, top_k=TOP) + shared(x)
+        leaves = x, logits, plain.gate_up, plain.down, *shared.parameters()
+        want = [y.detach(), *torch.autograd.grad(y, leaves, dy)]
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side if i % 2 else torch.cuda.current_stream()), no_waits():
+            got = step(layer, x, logits, dy)
+            del x, y
+            torch.full((8 << 20,), torch.nan, device=gpus)
+        torch.cuda.current_stream().wait_stream(side)
+        assert all(torch.equal(*pair) for pair in zip(got, want, strict=True)), i
+    x, logits, _ = leaves_of(gpus, 96, layer)
+    with torch.no_grad():
+        side.wait_stream(torch.cuda.current_stream())
+        graph = torch.cuda.CUDAGraph()
+        with no_collector(), torch.cuda.graph(graph, stream=side):
+            y = layer(x, logits=logits, top_k=TOP)
+        for i in range(3):
+            there, route, _ = leaves_of(gpus, 96, layer, 10 + i)
+            x.copy_(there), logits.copy_(route)
+            graph.replay()
+            assert torch.equal(y, plain(x, logits=logits, top_k=TOP) + shared(x))
+    del graph
+    cp.check()
+
+
 def noted(call, found):
     """The same, and whether it returns something: what it is would be kept alive."""
 

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -93,32 +94,21 @@ def test_they_are_the_layers_own(rank: int, ranks: int) -> list[str]:
 
 
 @on_ranks(2)
-def test_a_module_that_does_not_fit_is_refused_on_all_ranks(rank: int, ranks: int) -> list[str]:
+def test_what_does_not_fit_is_refused(rank: int, ranks: int) -> list[str]:
+    """Behind the call over the ranks, which have all made it: the group goes on."""
     x, logits = torch.zeros(4, FEATURES).bfloat16(), torch.zeros(4, EXPERTS)
     with pytest.raises(cp.InputError, match="shared must be a Module"):
         cnn.ExpertParallelMLP(FEATURES, HIDDEN, EXPERTS, shared=torch.relu)  # type: ignore[arg-type]
+    wrong = r"shared must be a module that makes \(4, 16\) of x, got \(4, 3\)"
     with by_reference():
         fits, _ = layers()
-        fits(x, logits=logits, top_k=TOP)
-        wrong, _ = layers(Mlp(out=3) if rank else Mlp())
-        text = r"shared must be a module that makes \(4, 16\) of x, got \(4, 3\)"
-        with pytest.raises(cp.InputError, match=text):
-            wrong(x, logits=logits, top_k=TOP)
-        torch.distributed.barrier()  # rank 0 has heard of it
-        assert fits(x, logits=logits, top_k=TOP).shape == x.shape, "the group goes on"
+        for module, kind, text in (
+            (Mlp(out=3), cp.InputError, wrong), (Broken(), RuntimeError, "of the module")
+        ):  # fmt: skip
+            layer, _ = layers(module if rank else Mlp())
+            with pytest.raises(kind, match=text) if rank else nullcontext():
+                layer(x, logits=logits, top_k=TOP)
+            assert fits(x, logits=logits, top_k=TOP).shape == x.shape
         with pytest.raises(cp.InputError, match=r"x must be \[\.\.\., 16\]"):
             fits(x[:, :3], logits=logits, top_k=TOP)
-    return []
-
-
-@on_ranks(2)
-def test_an_error_of_the_module_is_heard_by_the_others(rank: int, ranks: int) -> list[str]:
-    x, logits = torch.zeros(4, FEATURES).bfloat16(), torch.zeros(4, EXPERTS)
-    with by_reference():
-        fits, _ = layers()
-        fits(x, logits=logits, top_k=TOP)
-        broken, _ = layers(Broken() if rank else Mlp())
-        kind = RuntimeError if rank else cp.CounterpointError
-        with pytest.raises(kind, match="of the module" if rank else "RuntimeError"):
-            broken(x, logits=logits, top_k=TOP)
     return []

@@ -1,39 +1,46 @@
-"""A module that runs beside the calls of a layer, on a stream of its own."""
+"""A module that runs beside a call over the ranks, on a stream of its own."""
 
+from collections.abc import Callable
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from counterpoint.errors import InputError
 from counterpoint.ops.check import is_fake
 
 
-class Beside(NamedTuple):
-    """What a module makes, meanwhile."""
+def beside(name: str, module: nn.Module, x: Tensor, call: Callable[[], Tensor]) -> Tensor:
+    """call() + module(x).
 
-    result: Tensor
-    stream: torch.cuda.Stream | None  # on which it is made; None: on the caller's
+    The call is launched first: the host launches the module while the GPU works on it already. The
+    module has what it leaves free, its backward too: autograd runs it where the forward ran. On CPU
+    ranks, and where a compiler traces, one follows the other.
 
-    def added(self, y: Tensor) -> Tensor:
-        """The sum of both, behind both."""
-        if self.stream is not None:
-            torch.cuda.current_stream(y.device).wait_stream(self.stream)
-        return y + self.result
+    Args:
+        name: of the layer, for errors.
 
-
-def beside(module: nn.Module, x: Tensor) -> Beside:
-    """Begin with module(x): the host goes on, and so does the caller's stream.
-
-    Its backward is on that stream, too: autograd runs it where the forward ran. On CPU ranks, and
-    where a compiler traces, it is a call like any other.
+    Raises:
+        InputError: the module makes no tensor like x.
     """
     if not x.is_cuda or torch.compiler.is_compiling() or is_fake(x):
-        return Beside(module(x), None)
-    stream = _stream_of(x.device)
-    stream.wait_stream(torch.cuda.current_stream(x.device))
+        y = call()
+        return y + _like(name, x, module(x))
+    here, stream = torch.cuda.current_stream(x.device), _stream_of(x.device)
+    stream.wait_stream(here)
+    y = call()
     with torch.cuda.stream(stream):
-        return Beside(module(x), stream)
+        made = module(x)
+    here.wait_stream(stream)
+    return y + _like(name, x, made)
+
+
+def _like(name: str, x: Tensor, made: object) -> Tensor:
+    if not isinstance(made, Tensor) or made.shape != x.shape:
+        got = tuple(made.shape) if isinstance(made, Tensor) else type(made).__name__
+        want = f"a module that makes {tuple(x.shape)} of x"
+        raise InputError(name, "shared", want=want, got=got)
+    return made
 
 
 @lru_cache

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from counterpoint.errors import InputError
-from counterpoint.nn.beside import Beside, beside
+from counterpoint.nn.beside import beside
 from counterpoint.nn.expert_ways import Experts, Parameters, Way, through, way_of
 from counterpoint.nn.grouped import Grouped, no_view
 from counterpoint.ops import agreement, batch_invariant, call
@@ -72,8 +72,7 @@ class ExpertParallelMLP(Grouped):
             way where the host does not wait.
         shared: experts of all tokens, as one module, x [..., features] to the same shape, which is
             added to the sum. It has its own parameters, equal on all ranks or sharded as you like.
-            On a GPU it has a stream of its own: it fills what the exchange leaves free, and the
-            time that the host takes to launch it.
+            On a GPU it runs on a stream of its own, in what the exchange leaves free.
         device: of the parameters, as for torch.nn.Linear; "meta" as well.
         dtype: of the parameters.
 
@@ -179,12 +178,16 @@ class ExpertParallelMLP(Grouped):
             dtype of the experts' products, [..., features]; with `shared` that of the sum.
 
         Raises:
-            InputError: an argument does not fit, or what `shared` has made of x: no rank has
-                launched anything else.
+            InputError: an argument does not fit, and nothing was launched; or what `shared` has
+                made of x does not, behind the call.
             PeerTimeoutError: a rank did not come.
         """
         route = Route(logits, experts, weights, renormalize)
-        return self.through(x, route, top_k, (self.gate_up, self.down))
+        parameters = self.gate_up, self.down
+        if self.shared is None:
+            return self.through(x, route, top_k, parameters)
+        name, shared = self._get_name(), self.shared
+        return beside(name, shared, x, lambda: self.through(x, route, top_k, parameters))
 
     def through(
         self, x: Tensor, route: Route, top_k: int | None, parameters: Parameters
@@ -213,7 +216,6 @@ class ExpertParallelMLP(Grouped):
                     self._check_ids(route.experts)
                 top_k = route.experts.shape[-1]
             assert top_k is not None
-            begun = None if self.shared is None else self._begin(self.shared, x)
             of = Experts(self.features, self.hidden, self.num_experts, top_k, self.group,
                          self.max_rows, self.capacity, self.plan, self._fits)  # fmt: skip
             way = None
@@ -227,18 +229,7 @@ class ExpertParallelMLP(Grouped):
         except BaseException as error:
             agreement.left(self._get_name(), error, self.group, x)
             raise
-        return no_view(y) if begun is None else begun.added(y)
-
-    def _begin(self, shared: nn.Module, x: Tensor) -> Beside:
-        """The shared experts, whose matmuls are launched before ranks meet."""
-        found = beside(shared, x)
-        made = found.result
-        if not isinstance(made, Tensor) or made.shape != x.shape:
-            got = tuple(made.shape) if isinstance(made, Tensor) else type(made).__name__
-            want = f"a module that makes {tuple(x.shape)} of x"
-            error = InputError(self._get_name(), "shared", want=want, got=got)
-            raise agreement.refused(error, self.group, x)
-        return found
+        return no_view(y)
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_known": {}}
