@@ -206,6 +206,8 @@ def table(rows: list[Row]) -> str:
         "replays a forward. *Host* is its time of a call while the GPU is busy, in launches of "
         "torch.mm; that of torch's layer waits for counts in each call."
     )
+    if any("shared" in row for row in rows):
+        note += " *Behind* adds shared experts, *shared* has them; its graph was another way then."
     return measured(head, lines, note)
 
 

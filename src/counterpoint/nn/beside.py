@@ -15,7 +15,8 @@ def beside(name: str, module: nn.Module, x: Tensor, call: Callable[[], Tensor]) 
 
     The call is launched first: the host launches the module while the GPU works on it already. The
     module has what it leaves free, its backward too: autograd runs it where the forward ran. On CPU
-    ranks, and where a compiler traces, one follows the other.
+    ranks and where a compiler traces, one follows the other; in a CUDA graph, too, where both would
+    begin at once, and the module keeps back the ranks that wait for this one.
 
     Args:
         name: of the layer, for errors.
@@ -23,7 +24,8 @@ def beside(name: str, module: nn.Module, x: Tensor, call: Callable[[], Tensor]) 
     Raises:
         InputError: the module makes no tensor like x.
     """
-    if not x.is_cuda or torch.compiler.is_compiling() or is_fake(x):
+    traced = torch.compiler.is_compiling() or is_fake(x)
+    if traced or not x.is_cuda or torch.cuda.is_current_stream_capturing():
         y = call()
         return y + _like(name, x, module(x))
     here, stream = torch.cuda.current_stream(x.device), _stream_of(x.device)

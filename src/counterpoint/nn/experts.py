@@ -72,7 +72,7 @@ class ExpertParallelMLP(Grouped):
             way where the host does not wait.
         shared: experts of all tokens, as one module, x [..., features] to the same shape, which is
             added to the sum. It has its own parameters, equal on all ranks or sharded as you like.
-            On a GPU it runs on a stream of its own, in what the exchange leaves free.
+            On a GPU it runs beside the others, on a stream of its own; in a CUDA graph behind them.
         device: of the parameters, as for torch.nn.Linear; "meta" as well.
         dtype: of the parameters.
 
