@@ -275,6 +275,45 @@ def test_a_rank_that_refuses_is_ahead_of_those_that_have_not_heard(rank: int, ra
 
 
 @on_ranks(2, 3)
+def test_what_a_rank_tells_is_not_of_a_call_that_it_has_refused(rank: int, ranks: int):
+    """It goes on at once to an equal one; the others hear of it first, at any pace."""
+    gather(1)
+    notes = board()
+
+    def tell(number: int) -> list[int] | None:
+        return notes.numbers(4, {"op": "tell"}, number, Awaited("tell", "tell", "tell"))
+
+    assert tell(rank) == [*range(ranks)]
+    for i in range(1, 12):
+        if rank == 1:
+            notes.refuse(InputError("tell", "x", want="right", got="wrong"))
+        else:
+            error = told(lambda: tell(-1))
+            assert re.search("x must be right, got wrong .*rank 1 has refused", error), error
+        if rank == i % (ranks + 1):
+            time.sleep(0.03)
+        assert tell(100 * i + rank) == [100 * i + r for r in range(ranks)]
+    assert notes.look() is None and not told(cp.check)
+
+
+@on_ranks(2, 3)
+def test_a_known_call_that_a_rank_has_refused_is_not_its_next_one(rank: int, ranks: int):
+    """Which is equal: what one of them has begun would pair with what it has not."""
+    rows = [2] * ranks
+
+    def run(more: int, value: float) -> object:
+        x = torch.full((2 + more, 4), value)
+        return cp.all_gather_matmul(x, torch.ones(4, 3), rows=rows, plan="shard_p2p")
+
+    for _ in range(2):
+        run(0, 0.0)
+    errors = [told(lambda: run(int(rank == 1), 1.0)), told(lambda: run(0, 2.0))]
+    text = "x must be .*rank 1 has refused the call.*the group is unusable"
+    assert errors[0] and re.search(text, errors[1]), errors
+    assert rank == 1 or re.search(text, errors[0]), errors
+
+
+@on_ranks(2, 3)
 def test_what_all_ranks_refuse_is_nothing(rank: int, ranks: int, tmp_path: Path):
     """Again and again, each rank at its own pace: nobody takes a refusal for one of the next."""
     gather()

@@ -45,6 +45,7 @@ Facts = dict[str, str]  # of a call, in words; "op" first
 RING = 1024  # calls whose digests, and numbers, a line holds
 X86 = ("x86_64", "AMD64")
 MAX_REFUSALS = 1 << 20  # of one call
+REFUSED_BIT = 40  # from which on a digest also says how often its call was refused before
 # words of a line: calls made, the call that was refused and how often, 1 + the rank that is waited
 # for, whether there is a verdict, pages shown, pages of the others that were read, bytes of all,
 # whether the rank has left the group, and twice the number of the forward whose backward it is in
@@ -185,7 +186,10 @@ class NoticeBoard:
         self.calling = get_ident()
         mine = self._mine
         calls = self._calls = self._calls + 1
-        mine[HEAD + calls % RING] = digest ^ self.forward
+        word = digest ^ self.forward
+        if (times := mine[REFUSES] - calls * MAX_REFUSALS) > 0:
+            word ^= times << REFUSED_BIT
+        mine[HEAD + calls % RING] = word
         mine[CALLS] = calls  # x86 keeps the order of stores
         if not self.shared:
             return
@@ -209,9 +213,10 @@ class NoticeBoard:
     def _begin(self, digest: int) -> None:
         """Say that a call begins at which ranks meet."""
         self._compares = True
-        self._calls += 1
-        self._mine[HEAD + self._calls % RING] = (digest ^ self.forward) | 1
-        self._mine[CALLS] = self._calls
+        calls = self._calls = self._calls + 1
+        times = self._refusals(self.rank, calls) << REFUSED_BIT
+        self._mine[HEAD + calls % RING] = (digest ^ self.forward ^ times) | 1
+        self._mine[CALLS] = calls
 
     def numbers(self, digest: int, facts: Facts, number: int, awaited: Awaited) -> list[int] | None:
         """Begin a call that ranks have compared before, and learn the number that each brings.
@@ -234,6 +239,8 @@ class NoticeBoard:
         calls = self._calls
         try:
             self._wait(CALLS, calls, Late(self, awaited, launched=False))
+            for r in self._peers:
+                self._check_refusal(r)
         except Refused as refused:
             raise self._refused(refused) from None
         lines = self._lines
@@ -308,8 +315,7 @@ class NoticeBoard:
             return
         if not is_told(error) and self.fault is None:
             error.is_told = True  # type: ignore[attr-defined]
-            last = self._facts_of(self.rank, self._mine[HEAD + self._calls % RING])
-            op = op or last.get("op", "counterpoint")
+            op = op or self._facts_of(self.rank, self._calls).get("op", "counterpoint")
             text = f"{op}: {self.names[self.rank]} has not ended this call"
             why = f", {type(error).__name__} has ended it there{RESTART}"
             self.fail(PeerTimeoutError(text + why, rank=self.rank, step="call"))
@@ -389,7 +395,7 @@ class NoticeBoard:
         except Refused as refused:  # a meeting hears of it by itself, and nothing has run then
             return None if compares or self._compares else refused.fault
         if found is None and (r := self.gone()) is not None:
-            op = self._facts_of(self.rank, self._mine[HEAD + self._calls % RING]).get("op")
+            op = self._facts_of(self.rank, self._calls).get("op")
             text = f"{op or 'counterpoint'}: {self.names[r]} did not come ({self.state(r)})"
             return PeerTimeoutError(text + RESTART, rank=r, step="call")
         return found
@@ -481,21 +487,32 @@ class NoticeBoard:
                 continue
             if line[CALLS] < call or (mine[slot], line[slot]) != (here, there):
                 return None  # one has heard of a refusal meanwhile: looked at again
-            return self._disagreement(r, here, there)
+            return self._disagreement(r, call)
         self._compared[r] = both
         return None
+
+    def _ahead(self, r: int, call: int) -> bool:
+        """Whether this rank has refused, before that call, one that rank `r` has not yet."""
+        passed = self._lines[r][REFUSES] // MAX_REFUSALS > call
+        return not passed and self._refusals(self.rank, call) > self._refusals(r, call)
 
     def _unheard(self, r: int, call: int) -> bool:
         """Whether rank `r` still waits in a call that this rank has refused and left behind."""
         line = self._lines[r]
-        if self._refusals(self.rank, call) <= self._refusals(r, call) or line[CALLS] != call:
+        if not self._ahead(r, call) or line[CALLS] != call:
             return False
         there = line[HEAD + call % RING]
         return bool(there & 1) and there != self._mine[HEAD + call % RING]
 
-    def _disagreement(self, r: int, here: int, there: int) -> CounterpointError:
-        ours = self._facts_of(self.rank, here)
-        theirs = self._facts_of(r, there) or _read(self._words[r]) or {}
+    def _disagreement(self, r: int, call: int) -> CounterpointError:
+        ours = self._facts_of(self.rank, call)
+        theirs = self._facts_of(r, call) or _read(self._words[r]) or {}
+        times = {self._refusals(each, call): each for each in (self.rank, r)}
+        if ours == theirs and len(times) > 1:  # what one has refused the other one has made
+            by = times[max(times)]
+            error: CounterpointError | None = _read(self._notes[by])
+            if error is not None:
+                return _told(error, f"{error} (rank {by} has refused the call){RESTART}")
         of_ours, of_theirs = (self._lines[each][FORWARD] >> 1 for each in (self.rank, r))
         if ours == theirs and of_ours != of_theirs:
             ours, theirs = ({**ours, "backward": f"of call {of}"} for of in (of_ours, of_theirs))
@@ -508,9 +525,10 @@ class NoticeBoard:
         fix = "the group is unusable, restart its ranks"
         return InputError(op, name, want=want, got=f"{got} on rank {high}", fix=fix)
 
-    def _facts_of(self, r: int, word: int) -> Facts:
+    def _facts_of(self, r: int, call: int) -> Facts:
         """The facts of a call by what the line of rank `r` has of it; {}: they are not known."""
-        return self.facts.get((word & ~1) ^ self._lines[r][FORWARD], {})
+        line, times = self._lines[r], self._refusals(r, call) << REFUSED_BIT
+        return self.facts.get((line[HEAD + call % RING] & ~1) ^ line[FORWARD] ^ times, {})
 
     def state(self, r: int) -> str:
         """Whether the process of a rank lives, in words."""
@@ -657,8 +675,9 @@ class NoticeBoard:
         """Wait until that word of all lines has come to `count`."""
         for r in self._peers:
             line = self._lines[r]
-            # a page of a call that this rank has refused is none of this one
-            while line[word] < count or (word == SHOWN and self._unheard(r, self._calls)):
+            # who has yet to hear that this rank has refused an earlier one is in that, and says so
+            # before it comes to this one
+            while (word != READ and self._ahead(r, self._calls)) or line[word] < count:
                 late.wait(r)
         late.end()
 
