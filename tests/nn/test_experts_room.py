@@ -1,5 +1,7 @@
 """ExpertParallelMLP with default arguments: room for all rows, uneven tokens, and no host waits."""
 
+import random
+import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -188,6 +190,30 @@ def test_what_is_refused_all_hear_of_and_the_group_works_on(rank: int, ranks: in
         for options in ({"plan": "serial"}, {"plan": "routed"}, drops):
             with pytest.raises(cp.InputError, match="experts must be 0 to 5, got"):
                 layer_of(ranks, **options)(x, experts, weights)
+
+
+@on_ranks(2, 4)
+def test_any_ranks_may_refuse_any_call(rank: int, ranks: int):
+    """All ranks fail together or none does, and no call is another rank's next one."""
+    layer, plain = pair(FEATURES, HIDDEN, ranks * LOCAL, dtype=DTYPE)
+    draw, own = random.Random(ranks), random.Random(rank)
+    with by_reference(), torch.no_grad():
+        for i in range(30):
+            refuse = [draw.random() < 0.25 for _ in range(ranks)]
+            if own.random() < 0.3:
+                time.sleep(0.03)
+            tokens = 2 + (i + rank) % 3
+            x, logits = torch.randn(tokens, FEATURES).to(DTYPE), torch.randn(tokens, ranks * LOCAL)
+            given, error = x[:, : FEATURES - refuse[rank]], ""
+            try:
+                y = layer(given, logits=logits, top_k=TOP)
+                torch.testing.assert_close(
+                    y, plain(x, logits=logits, top_k=TOP), rtol=0.1, atol=0.1
+                )
+            except cp.InputError as refused:
+                error = str(refused)
+            assert bool(error) == any(refuse), (i, refuse, error)
+    cp.check()
 
 
 @on_ranks(2)
