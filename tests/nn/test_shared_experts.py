@@ -58,7 +58,6 @@ def gradients(layer: Any, shared: Any, x: Tensor, logits: Tensor, dy: Tensor) ->
     return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
 
 
-@pytest.mark.shows("ExpertParallelMLP", "shared experts", "CPU ranks")
 @pytest.mark.parametrize("shape", [(5,), (2, 3)])
 @on_ranks(2)
 def test_they_are_added_with_the_bits_of_the_sum(
