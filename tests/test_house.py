@@ -18,7 +18,7 @@ HOUSE = ROOT / "src" / "counterpoint"
 # lines of code of each folder, as they are: a change that needs more says why, and edits this table
 CODE = {
     ".": 1607, "adapters": 2370, "choose": 557, "cli": 2134, "fsdp": 1888, "kernels": 2767,
-    "measure": 2012, "model": 667, "nn": 986, "ops": 6832, "plan": 5573, "resources": 1413,
+    "measure": 2012, "model": 667, "nn": 988, "ops": 6832, "plan": 5573, "resources": 1413,
     "runtime": 6684, "scale": 2598, "testing": 344,
 }  # fmt: skip
 CODE_OF_BENCHMARKS = 12491

@@ -34,6 +34,8 @@ def beside(name: str, module: nn.Module, x: Tensor, call: Callable[[], Tensor]) 
     with torch.cuda.stream(stream):
         made = module(x)
     here.wait_stream(stream)
+    if torch.is_grad_enabled():  # a backward there reads x, which is free for this stream by then
+        x.record_stream(stream)
     return y + _like(name, x, made)
 
 
