@@ -313,6 +313,43 @@ def test_a_known_call_that_a_rank_has_refused_is_not_its_next_one(rank: int, ran
     assert rank == 1 or re.search(text, errors[0]), errors
 
 
+X, W = torch.ones(2, 4), torch.ones(4, 3)
+# what a rank alone gives wrong, where it is looked at by itself; calls that all have made before
+LATE: dict[str, tuple[Callable[..., object], dict[str, Any], dict[str, Any]]] = {
+    "second weight": (cp.all_gather_matmul, {"x": X, "w": [W, W]}, {"w": [W, torch.ones(5, 3)]}),
+    "inner dimension": (
+        lambda w: cp.all_gather_matmul(X, w, gather_dim=-1), {"w": torch.ones(8, 3)}, {"w": W},
+    ),
+    "columns": (
+        lambda w: cp.matmul_reduce_scatter(X, w, scatter_dim=-1), {"w": torch.ones(4, 6)},
+        {"w": torch.ones(5, 6)},
+    ),
+    "no tensor": (cp.all_gather_matmul, {"x": X, "w": W}, {"x": None}),
+    "rows": (
+        lambda return_rows: cp.all_to_all_matmul(
+            X, torch.ones(1, 4, 3), counts=[[1, 1], [1, 1]], return_rows=return_rows
+        ), {"return_rows": False}, {"return_rows": 3},
+    ),
+    "sums": (
+        lambda sum_of: cp.matmul_all_to_all(
+            X, torch.ones(1, 4, 3), counts=[[1, 1], [1, 1]], sum_of=sum_of
+        ), {"sum_of": (torch.zeros(1, 2, dtype=torch.int64), torch.ones(1, 2))}, {"sum_of": 3},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LATE)
+@on_ranks(2)
+def test_whatever_a_rank_refuses_alone_is_heard(rank: int, ranks: int, name: str):
+    """Where the call is known, others have begun it: no rank's next call is taken for it."""
+    call, good, bad = LATE[name]
+    for _ in range(3):
+        call(**good)
+    first = told(lambda: call(**good | (bad if rank else {})))
+    second = told(lambda: call(**good))
+    assert first and "rank 1 has refused the call" in second, (first, second)
+
+
 @on_ranks(2, 3)
 def test_what_all_ranks_refuse_is_nothing(rank: int, ranks: int, tmp_path: Path):
     """Again and again, each rank at its own pace: nobody takes a refusal for one of the next."""

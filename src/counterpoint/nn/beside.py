@@ -22,27 +22,35 @@ def beside(name: str, module: nn.Module, x: Tensor, call: Callable[[], Tensor]) 
         name: of the layer, for errors.
 
     Raises:
-        InputError: the module makes no tensor like x.
+        InputError: the module makes no tensor like x, or writes to x, which the call may read yet.
     """
-    traced = torch.compiler.is_compiling() or is_fake(x)
-    if traced or not x.is_cuda or torch.cuda.is_current_stream_capturing():
+    on_gpu = isinstance(x, Tensor) and x.is_cuda and not is_fake(x)  # else the call refuses it
+    if not on_gpu or torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
         y = call()
-        return y + _like(name, x, module(x))
+        return y + _made(name, module, x)
     here, stream = torch.cuda.current_stream(x.device), _stream_of(x.device)
     stream.wait_stream(here)
     y = call()
-    with torch.cuda.stream(stream):
-        made = module(x)
-    here.wait_stream(stream)
+    try:
+        with torch.cuda.stream(stream):
+            made = _made(name, module, x)
+    finally:
+        here.wait_stream(stream)
+    made.record_stream(here)
     if torch.is_grad_enabled():  # a backward there reads x, which is free for this stream by then
         x.record_stream(stream)
-    return y + _like(name, x, made)
+    return y + made
 
 
-def _like(name: str, x: Tensor, made: object) -> Tensor:
-    if not isinstance(made, Tensor) or made.shape != x.shape:
-        got = tuple(made.shape) if isinstance(made, Tensor) else type(made).__name__
+def _made(name: str, module: nn.Module, x: Tensor) -> Tensor:
+    version = None if x.is_inference() else x._version
+    made = module(x)
+    got = tuple(made.shape) if isinstance(made, Tensor) else type(made).__name__
+    if got != tuple(x.shape):
         want = f"a module that makes {tuple(x.shape)} of x"
+        raise InputError(name, "shared", want=want, got=got)
+    if version is not None and x._version != version:
+        want, got = "a module that leaves x as it is", "one that writes to it"
         raise InputError(name, "shared", want=want, got=got)
     return made
 

@@ -71,7 +71,7 @@ class ExpertParallelMLP(Grouped):
         plan: see `all_to_all_matmul`; "routed" sends a token once to a rank, and by one kernel each
             way where the host does not wait.
         shared: experts of all tokens, as one module, x [..., features] to the same shape, which is
-            added to the sum. It has its own parameters, equal on all ranks or sharded as you like.
+            added to the sum. Its parameters are equal on all ranks, and it calls no collective.
             On a GPU it runs beside the others, on a stream of its own; in a CUDA graph behind them.
         device: of the parameters, as for torch.nn.Linear; "meta" as well.
         dtype: of the parameters.

@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from counterpoint.errors import CounterpointError, InputError, UnsupportedError
+from counterpoint.errors import CounterpointError, InputError, PlanError, UnsupportedError
 from counterpoint.runtime.notice_board import Awaited, Facts, digest_of, is_told, refuse_first
-from counterpoint.runtime.workspace import Workspace, workspace_if_any
+from counterpoint.runtime.store import mark_told
+from counterpoint.runtime.workspace import Workspace, workspace_if_any, workspaces_of
 
 # private, and asked at each call: a feature test holds it
 num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack  # pyright: ignore
@@ -170,16 +171,12 @@ def _alike(answers: list[tuple[Facts, CounterpointError | None, T]]) -> list[T]:
             got = theirs.get(name, "none")
             if got != want:
                 fix = "pass rows= where shards differ" if name == "x.shape" else ""
-                raise InputError(
-                    everyone[0]["op"],
-                    name,
-                    want=f"equal on all ranks, {want} as on rank 0",
-                    got=f"{got} on rank {rank}",
-                    fix=fix,
-                )
+                want = f"equal on all ranks, {want} as on rank 0"
+                op, got = everyone[0]["op"], f"{got} on rank {rank}"
+                raise mark_told(InputError(op, name, want=want, got=got, fix=fix))
     for _, wrong, _ in answers:
         if wrong is not None:
-            raise wrong
+            raise mark_told(wrong)
     return [told for *_, told in answers]
 
 
@@ -213,15 +210,26 @@ def refused(
         group: of the call.
         x: a tensor of the call, if it is one.
     """
-    if not torch.compiler.is_compiling() and isinstance(x, Tensor) and dist.is_initialized():
+    if torch.compiler.is_compiling():
+        return error
+    x = _tensor_of(x)
+    if dist.is_initialized():
         group = dist.group.WORLD if group is None else group
         if isinstance(group, dist.ProcessGroup):
-            workspace = workspace_if_any(group, x.device)
-            if workspace is not None:
-                workspace.board.refuse(error)
-            else:
-                refuse_first(error, group, x.device.type)
-    return error
+            found = workspaces_of(group)
+            if isinstance(x, Tensor):
+                workspace = workspace_if_any(group, x.device)
+                if workspace is None:
+                    refuse_first(error, group, x.device.type)
+                found = [workspace] if workspace is not None else []
+            if len(found) == 1:  # else nobody knows of which device the call would have been
+                found[0].board.refuse(error)
+    return mark_told(error)
+
+
+def _tensor_of(x: object) -> object:
+    """The tensor of an argument that may be `Scaled`."""
+    return x if isinstance(x, Tensor) else getattr(x, "data", x)
 
 
 # what a wrong argument ends in, on all ranks alike, before any of them has begun a call
@@ -231,7 +239,7 @@ OF_ARGUMENTS = (TypeError, ValueError, AttributeError, LookupError, NotImplement
 def left(
     op: str, error: BaseException, group: dist.ProcessGroup | None, x: object
 ) -> None:  # fmt: skip
-    """Tell the other ranks that an error which is none of ours has ended this call on this rank.
+    """Tell the other ranks that an error has ended this call on this rank, if they do not know it.
 
     They may have come to it, and would take this rank's next call for it.
 
@@ -240,9 +248,13 @@ def left(
         group: of the call.
         x: a tensor of the call, if it is one.
     """
-    if isinstance(error, CounterpointError) or is_told(error) or num_dispatch_modes():
+    if is_told(error) or num_dispatch_modes():
         return
-    x = x if isinstance(x, Tensor) else getattr(x, "data", x)
+    if isinstance(error, CounterpointError):
+        if isinstance(error, InputError | PlanError):  # else all ranks raise it, or the group ends
+            refused(error, group, x)
+        return
+    x = _tensor_of(x)
     if isinstance(x, Tensor) and not isinstance(error, OF_ARGUMENTS) and dist.is_initialized():
         workspace = workspace_if_any(group or dist.group.WORLD, x.device)  # type: ignore[arg-type]
         if workspace is not None:

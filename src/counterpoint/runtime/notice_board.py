@@ -34,7 +34,12 @@ from counterpoint.errors import CounterpointError, InputError, PeerTimeoutError,
 from counterpoint.runtime.far_lines import PERIOD_S, FarLines
 from counterpoint.runtime.messages import decode, encode
 from counterpoint.runtime.ranks import describe_process
-from counterpoint.runtime.store import gather_by_store, leave_by_store, refuse_by_store
+from counterpoint.runtime.store import (
+    gather_by_store,
+    leave_by_store,
+    mark_told,
+    refuse_by_store,
+)
 from counterpoint.runtime.symmetric_cpu import allocate_cpu
 from counterpoint.runtime.symmetric_memory import SymmetricMemory
 
@@ -314,7 +319,7 @@ class NoticeBoard:
         if error is None or not begun or isinstance(error, CounterpointError):
             return
         if not is_told(error) and self.fault is None:
-            error.is_told = True  # type: ignore[attr-defined]
+            mark_told(error)
             op = op or self._facts_of(self.rank, self._calls).get("op", "counterpoint")
             text = f"{op}: {self.names[self.rank]} has not ended this call"
             why = f", {type(error).__name__} has ended it there{RESTART}"
@@ -593,7 +598,7 @@ class NoticeBoard:
         calls = self._calls = self._mine[CALLS] = self._calls - 1  # it counts on no rank
         self._compared = [min(calls, each) for each in self._compared]
         self.refuse(refused.error)
-        return refused.error
+        return mark_told(refused.error)
 
     def _gather_by_store(self, value: T) -> list[T]:
         try:

@@ -22,7 +22,15 @@ POLL_S = 2e-3
 ANSWER_S = 1.5  # a store that takes longer is cut off
 SAY_AFTER_S = 10.0  # of a wait: who waits for whom; with a shorter bound at half of it
 REFUSED = "refused"  # behind the name of a meeting: why a rank does not come to it
+
 T = TypeVar("T")
+E = TypeVar("E", bound=BaseException)
+
+
+def mark_told(error: E) -> E:
+    """Mark an error that other ranks know of, or raise, too: see `notice_board.is_told`."""
+    error.is_told = True  # type: ignore[attr-defined]
+    return error
 
 
 def store_of(group: dist.ProcessGroup) -> Any:
@@ -102,7 +110,7 @@ def gather_by_store(
         def has_come(r: int) -> bool:
             if (there := answer(store.check, [keys[r]])) or not answer(store.check, [refusal]):
                 return there
-            raise decode(answer(store.get, refusal))
+            raise mark_told(decode(answer(store.get, refusal)))
 
         try:
             answer(store.set, keys[rank], encode(value))
