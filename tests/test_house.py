@@ -19,7 +19,7 @@ HOUSE = ROOT / "src" / "counterpoint"
 CODE = {
     ".": 1607, "adapters": 2370, "choose": 557, "cli": 2134, "fsdp": 1888, "kernels": 2767,
     "measure": 2012, "model": 667, "nn": 996, "ops": 6840, "plan": 5573, "resources": 1413,
-    "runtime": 6693, "scale": 2598, "testing": 344,
+    "runtime": 6695, "scale": 2598, "testing": 344,
 }  # fmt: skip
 CODE_OF_BENCHMARKS = 12491
 SLACK = 30  # lines by which a folder may be smaller than its ceiling before that is lowered
@@ -28,7 +28,7 @@ MOST_FILES, MOST_LINES = 20, 400  # of a folder, and of a file
 FILES = {"adapters": 24, "cli": 21, "kernels": 24, "ops": 52, "plan": 56, "runtime": 60,
          "scale": 24}  # fmt: skip
 LONG = {
-    "runtime/notice_board.py": 875, "ops/all_gather_matmul.py": 559,
+    "runtime/notice_board.py": 877, "ops/all_gather_matmul.py": 559,
     "ops/call.py": 586, "fsdp/torch_parts.py": 617, "runtime/workspace.py": 495,
     "runtime/ranks.py": 494, "nn/linear.py": 441, "measure/draw.py": 415,
 }  # fmt: skip

@@ -201,14 +201,15 @@ def captures(device: torch.device) -> bool:
 
 
 def refused(
-    error: CounterpointError, group: dist.ProcessGroup | None, x: object
-) -> CounterpointError:
+    error: CounterpointError, group: dist.ProcessGroup | None, x: object, near: bool = False
+) -> CounterpointError:  # fmt: skip
     """Tell the other ranks, which may have come to the call, that this one has refused it.
 
     Args:
         error: why; it is returned.
         group: of the call.
         x: a tensor of the call, if it is one.
+        near: of ranks of one host alone; a refusal ends a group of several.
     """
     if torch.compiler.is_compiling():
         return error
@@ -222,7 +223,8 @@ def refused(
                 if workspace is None:
                     refuse_first(error, group, x.device.type)
                 found = [workspace] if workspace is not None else []
-            if len(found) == 1:  # else nobody knows of which device the call would have been
+            # of several nobody knows of which device the call would have been
+            if len(found) == 1 and (found[0].board.shared or not near):
                 found[0].board.refuse(error)
     return mark_told(error)
 
@@ -252,7 +254,7 @@ def left(
         return
     if isinstance(error, CounterpointError):
         if isinstance(error, InputError | PlanError):  # else all ranks raise it, or the group ends
-            refused(error, group, x)
+            refused(error, group, x, near=True)
         return
     x = _tensor_of(x)
     if isinstance(x, Tensor) and not isinstance(error, OF_ARGUMENTS) and dist.is_initialized():

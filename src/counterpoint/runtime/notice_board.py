@@ -317,6 +317,8 @@ class NoticeBoard:
         begun = self.calling if calls is None else self._calls != calls
         self.calling = 0
         if error is None or not begun or isinstance(error, CounterpointError):
+            if error is not None and begun:
+                mark_told(error)  # of a call that counts
             return
         if not is_told(error) and self.fault is None:
             mark_told(error)
