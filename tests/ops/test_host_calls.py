@@ -1,6 +1,8 @@
 """A warm eager call runs few functions of ours: counted with the executor of GPUs, on CPU ranks."""
 
+import gc
 import operator
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -180,3 +182,20 @@ def test_what_is_counted():
     assert found == ["problem.py item_bytes"] * 2
     assert too_many(found) == "" and too_many([]) and too_many(found * 7)
     assert too_many([f"{i}.py f" for i in range(9)])
+
+
+def test_garbage_is_not_counted():
+    """A group of an earlier test that is collected meanwhile runs functions of ours, too."""
+    problem = cp.Problem("all_gather_matmul", 8, 4, 4, 2)
+
+    def leave() -> None:
+        """A cycle that runs one when it is collected, and enough for a collection."""
+        cycle = Graphs()
+        cycle[0] = cycle
+        weakref.finalize(cycle, getattr, problem, "item_bytes")
+        del cycle
+        [[] for _ in range(3 * gc.get_threshold()[0])]
+
+    leave()
+    assert own_calls(leave) == []
+    assert own_calls(lambda: leave() or gc.collect()) == ["problem.py item_bytes"]
