@@ -19,7 +19,7 @@ HOUSE = ROOT / "src" / "counterpoint"
 CODE = {
     ".": 1607, "adapters": 2370, "choose": 557, "cli": 2134, "fsdp": 1888, "kernels": 2767,
     "measure": 2012, "model": 667, "nn": 996, "ops": 6840, "plan": 5573, "resources": 1413,
-    "runtime": 6695, "scale": 2598, "testing": 344,
+    "runtime": 6709, "scale": 2598, "testing": 344,
 }  # fmt: skip
 CODE_OF_BENCHMARKS = 12491
 SLACK = 30  # lines by which a folder may be smaller than its ceiling before that is lowered

@@ -2,8 +2,11 @@
 
 import os
 import signal
+import sys
 import threading
 import time
+from types import FrameType
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +16,10 @@ from on_ranks import on_ranks
 from rankpool import RankPool
 
 import counterpoint as cp
-from counterpoint.errors import InputError, PeerTimeoutError, UnsupportedError
+from counterpoint.errors import CounterpointError, InputError, PeerTimeoutError, UnsupportedError
 from counterpoint.runtime import notice_board
-from counterpoint.runtime.workspace import workspaces
+from counterpoint.runtime.notice_board import NoticeBoard
+from counterpoint.runtime.workspace import Workspace, workspaces
 
 E = torch.eye(2)
 
@@ -35,6 +39,56 @@ def trials() -> RankPool:
 def test_a_call_that_is_left_at_some_line(trials: RankPool, seed: int):
     """As many of each call, kind and age; `make interrupts` has more of them."""
     assert problems_of(trial_of(seed, ranks=4 if seed % 5 == 4 else 2), trials) == []
+
+
+def making(rank: int, ranks: int, file: str, line: int) -> list[str]:
+    """What goes wrong where rank 1 is interrupted at a line of `__init__` as a group is made."""
+    group = dist.new_group()
+    assert isinstance(group, dist.ProcessGroup)
+    dist.barrier()  # the other rank may have ended before this one has the group
+
+    def entered(frame: FrameType, event: str, _: object) -> Any:
+        here = frame.f_code.co_filename.endswith(file) and frame.f_code.co_name == "__init__"
+        return at if here else None
+
+    def at(frame: FrameType, event: str, _: object) -> Any:
+        if event == "line" and frame.f_lineno - frame.f_code.co_firstlineno == line:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return at
+
+    found: list[str] = []
+    # who has its board by then waits there, and names the rank when it gives up
+    os.environ["COUNTERPOINT_TIMEOUT_S"] = "5"
+    for number in range(3):
+        sys.settrace(entered if (rank, number) == (1, 0) else None)
+        try:
+            result = gather(10 * number + rank, group)
+        except (KeyboardInterrupt, CounterpointError) as error:
+            if "rank 1" not in str(error) and (rank, number) != (1, 0):
+                found.append(f"call {number}: {error}")
+        else:
+            if result != [10 * number, 10 * number + 1]:
+                found.append(f"call {number} is {result}")
+        finally:
+            sys.settrace(None)
+    os.environ |= POOL_ENV
+    return found
+
+
+LINES = [
+    (file, line - code.co_firstlineno)
+    for file, code in (("workspace.py", Workspace.__init__.__code__),
+                       ("notice_board.py", NoticeBoard.__init__.__code__))
+    for line in sorted({line for *_, line in code.co_lines() if line})
+]  # fmt: skip
+
+
+@pytest.mark.drawn(8)
+@pytest.mark.parametrize(("file", "line"), LINES)
+def test_a_group_whose_making_is_interrupted(trials: RankPool, file: str, line: int):
+    """The other rank may have its part by then: it hears who has left, as that rank does."""
+    assert trials.run(making, 2, file, line) == [[], []]
 
 
 def test_a_trial_sees_calls_that_pair_with_others(

@@ -808,12 +808,20 @@ def refuse_first(error: CounterpointError, group: dist.ProcessGroup, device: str
     refuse_by_store(group, _place(device), _told(error, text))
 
 
-def leave_first(error: BaseException, group: dist.ProcessGroup, device: str) -> None:
-    """Say that an error of others has ended this rank's part of making the board of a group."""
+def leave_first(
+    error: BaseException, group: dist.ProcessGroup, device: str
+) -> CounterpointError:  # fmt: skip
+    """Say that an error of others has ended this rank's part of making the board of a group.
+
+    Returns:
+        As it was said.
+    """
     rank = dist.get_rank(group)
     text = f"counterpoint: rank {rank} has not come to a meeting of the group"
-    why = f", {type(error).__name__} has ended its call"
-    leave_by_store(group, _place(device), PeerTimeoutError(text + why, rank=rank, step="workspace"))
+    why = f", {type(error).__name__} has ended its call{RESTART}"
+    left = PeerTimeoutError(text + why, rank=rank, step="workspace")
+    leave_by_store(group, _place(device), left)
+    return left
 
 
 def _place(device: str) -> str:

@@ -24,8 +24,9 @@ from counterpoint.plan.extents import extent
 from counterpoint.plan.steps import OWN_PROTOCOL, Buffer, Plan
 from counterpoint.problem import Problem
 from counterpoint.runtime.islands import islands_of, name_of_mine
-from counterpoint.runtime.notice_board import Awaited, NoticeBoard, is_told, leave_first
+from counterpoint.runtime.notice_board import Awaited, NoticeBoard, leave_first, refuse_first
 from counterpoint.runtime.ranks import group_of, timeout_of
+from counterpoint.runtime.store import mark_told
 from counterpoint.runtime.symmetric import SymmetricMemory, allocate
 
 NUM_SLOTS = 4096  # words of a signal pad
@@ -83,13 +84,6 @@ class Workspace:
         self.group_id = id(group)
         self.device = device
         self.rank = dist.get_rank(group)
-        self.board = NoticeBoard(group, device.type, *bound_of(group, device))
-        try:
-            self.islands = islands_of(self.gather(name_of_mine()), self.rank)
-        except BaseException as error:
-            self.board.end(error, calls=-1)
-            raise
-        self.board.names[:] = [self.islands.named(r) for r in range(self.board.ranks)]
         self._pads: SymmetricMemory | None = None
         self.arena: SymmetricMemory | None = None
         self.scratch: Tensor | None = None
@@ -105,6 +99,13 @@ class Workspace:
         self.knowledge: Any = None  # what the choosers keep here: equal on all ranks
         self.kernels_refused: str | None = None  # see device_limits.refused_in
         self._kept: list[object] = []
+        self.board = NoticeBoard(group, device.type, *bound_of(group, device))
+        try:
+            self.islands = islands_of(self.gather(name_of_mine()), self.rank)
+            self.board.names[:] = [self.islands.named(r) for r in range(self.board.ranks)]
+        except BaseException as error:
+            self.board.end(error, calls=-1)
+            raise
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -386,6 +387,10 @@ def _arena_bytes(plan: Plan, space: str) -> int:
 
 
 workspaces: dict[tuple[str, torch.device], Workspace] = {}
+# groups whose workspace was not made, since an interrupt or the like has ended that on this rank
+_left: "weakref.WeakKeyDictionary[dist.ProcessGroup, CounterpointError]" = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def workspace_of(group: dist.ProcessGroup, device: torch.device) -> Workspace:
@@ -406,13 +411,22 @@ def workspace_of(group: dist.ProcessGroup, device: torch.device) -> Workspace:
 
 
 def _made(group: dist.ProcessGroup, device: torch.device) -> Workspace:
-    """A new workspace; where an error of others ends that, the other ranks hear of it."""
+    """A new workspace. Where an error of others ends that, the other ranks hear of it.
+
+    They may have theirs by then, so this rank makes none again: it says the same at each call.
+    """
+    if (left := _left.get(group)) is not None:
+        refuse_first(copy(left), group, device.type)
+        raise copy(left)
     try:
         return Workspace(group, device)
     except BaseException as error:
-        if not (isinstance(error, CounterpointError) or is_told(error)):
-            error.is_told = True  # type: ignore[attr-defined]
-            leave_first(error, group, device.type)
+        if not isinstance(error, CounterpointError):
+            mark_told(error)
+            left = leave_first(error, group, device.type)
+            if dist.get_world_size(group) > 1:
+                _left[group] = left
+                refuse_first(left, group, device.type)  # where it had not come to the meeting
         raise
 
 
