@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from benchmarks import front, islands, islands_predicted, papers, scale_steps, support
+from benchmarks import front, gains, islands, islands_predicted, papers, scale_steps, support
 from benchmarks.declare import Section
 from benchmarks.options import NAMES, PAPER
 from benchmarks.rows import RESULTS, Row, results
@@ -115,6 +115,7 @@ def main() -> None:
         replace(ROOT / "docs" / "api" / "cli.md", marker, text)
     for marker, text in support.sections(support.committed()).items():
         replace(ROOT / "docs" / "support.md", marker, text)
+    gains.write()
     scale_steps.picture(IMAGES)
     islands_predicted.picture(IMAGES)
     between = islands.sections() | islands_predicted.sections()

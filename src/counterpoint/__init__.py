@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from counterpoint import nn, resources, scale
     from counterpoint.adapters.compile import compile_options
     from counterpoint.adapters.explain import explain
+    from counterpoint.advice.advise import Report, advise
     from counterpoint.choose.choice import Choice
     from counterpoint.choose.choose import choose
     from counterpoint.costs import Costs
@@ -77,10 +78,12 @@ _HOME = {
     "PlanError": "errors",
     "PooledOutputs": "ops.pooled_outputs",
     "Problem": "problem",
+    "Report": "advice.advise",
     "Routes": "ops.exchange_routes",
     "Scaled": "ops.scaled",
     "Timeline": "timeline",
     "UnsupportedError": "errors",
+    "advise": "advice.advise",
     "all_gather_attention": "ops.all_gather_attention",
     "all_gather_matmul": "ops.all_gather_matmul",
     "all_reduce_layer_norm": "ops.all_reduce_norm",
@@ -126,10 +129,12 @@ __all__ = [
     "PlanError",
     "PooledOutputs",
     "Problem",
+    "Report",
     "Routes",
     "Scaled",
     "Timeline",
     "UnsupportedError",
+    "advise",
     "all_gather_attention",
     "all_gather_matmul",
     "all_reduce_layer_norm",

@@ -59,7 +59,7 @@ def masked(text: str) -> str:
     return " ".join(re.sub(r"\d+(\.\d+)?", "0", text).replace("│", " ").split())
 
 
-@pytest.mark.parametrize("command", ["plan", "scale", "occupancy", "evaluate", "bench"])
+@pytest.mark.parametrize("command", ["plan", "advise", "scale", "occupancy", "evaluate", "bench"])
 def test_examples_print_what_help_shows(command: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(ROOT)
     benchmarks_here(monkeypatch)

@@ -68,6 +68,17 @@ FILES: list[tuple[str, str]] = [
 ]  # fmt: skip
 
 WORDS: list[tuple[str, str]] = [
+    ("advise", "advise: TRACES must be given, or --model instead, got neither"),
+    ("advise absent.json --model llama3-8b",
+     "advise: TRACES must be given, or --model instead, got both"),
+    ("advise absent.json", "advise: trace must be a trace of torch.profiler: JSON, or that with "
+     "gzip, got absent.json: no such file or directory"),
+    ("advise absent.json --html page.htm",
+     "advise: --html must be a file name that ends in .html, got page.htm"),
+    ("advise --model llama3-8b --gpus 16", "advise: --gpus must be from 2 to the 8 of --machine, "
+     "got 16; `counterpoint scale` predicts several nodes"),
+    ("advise --model dlrm-dcnv2", "advise: --model must be a transformer, got dlrm-dcnv2; "
+     "`counterpoint scale` predicts recommenders"),
     ("scale lama3-8b --gpus 8",
      "scale: MODEL must be one of ..., got 'lama3-8b'; did you mean 'llama3-8b'?"),
     ("scale llama3-8b", "scale: --gpus must be given, got none"),

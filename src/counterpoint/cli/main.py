@@ -11,6 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 from counterpoint import __version__
+from counterpoint.cli.advise import advise
 from counterpoint.cli.files import check_made
 from counterpoint.cli.loading import loading
 from counterpoint.cli.measuring import PASSED_ON, bench, characterize, evaluate, tune
@@ -195,6 +196,8 @@ def doctor(
     raise typer.Exit(run(as_json=as_json))
 
 
-COMMANDS = (demo, bench, plan, scale, occupancy, tune, characterize, evaluate, warmup, doctor)
+COMMANDS = (
+    demo, advise, bench, plan, scale, occupancy, tune, characterize, evaluate, warmup, doctor,
+)  # fmt: skip
 for command in COMMANDS:
     app.command(context_settings=PASSED_ON if command in (bench, evaluate) else None)(command)

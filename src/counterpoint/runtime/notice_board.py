@@ -808,14 +808,8 @@ def refuse_first(error: CounterpointError, group: dist.ProcessGroup, device: str
     refuse_by_store(group, _place(device), _told(error, text))
 
 
-def leave_first(
-    error: BaseException, group: dist.ProcessGroup, device: str
-) -> CounterpointError:  # fmt: skip
-    """Say that an error of others has ended this rank's part of making the board of a group.
-
-    Returns:
-        As it was said.
-    """
+def leave_first(error: BaseException, group: dist.ProcessGroup, device: str) -> PeerTimeoutError:
+    """Say that an error of others has ended making the board of a group here, and return that."""
     rank = dist.get_rank(group)
     text = f"counterpoint: rank {rank} has not come to a meeting of the group"
     why = f", {type(error).__name__} has ended its call{RESTART}"

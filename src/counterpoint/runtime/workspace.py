@@ -387,10 +387,8 @@ def _arena_bytes(plan: Plan, space: str) -> int:
 
 
 workspaces: dict[tuple[str, torch.device], Workspace] = {}
-# groups whose workspace was not made, since an interrupt or the like has ended that on this rank
-_left: "weakref.WeakKeyDictionary[dist.ProcessGroup, CounterpointError]" = (
-    weakref.WeakKeyDictionary()
-)
+# of groups whose making an interrupt or the like has ended on this rank
+_left: "weakref.WeakKeyDictionary[Any, CounterpointError]" = weakref.WeakKeyDictionary()
 
 
 def workspace_of(group: dist.ProcessGroup, device: torch.device) -> Workspace:

@@ -1,0 +1,293 @@
+"""Where the time of a step goes: computation, communication that nothing hides, copies, idleness.
+
+    computation + exposed + late + packing + idle = the step
+
+What is hidden by computation counts as computation; communication comes before packing where both
+run beside no computation.
+"""
+
+import math
+from bisect import bisect_left, bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import numpy as np
+
+from counterpoint.advice.cover import Cover
+from counterpoint.advice.kinds import (
+    COMMUNICATION,
+    COMPUTATION,
+    PACKING,
+    family_of,
+)
+from counterpoint.advice.trace import FSDP, Activity, Range, Trace
+
+# kernels that are compared with themselves: as long, beside no communication or beside some
+COMPARED_S, ALONE, LEAST = 5e-6, 0.05, 3
+# by NCCL's own convention for its bus bandwidth: how often (n - 1) / n of the bytes are sent
+SENT = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1, "all-to-all": 1}
+
+
+@dataclass(frozen=True)
+class Collective:
+    """All calls of one kind and group in a step, of one rank. Seconds are those of all calls.
+
+    Args:
+        kind: e.g. "all-gather"; "peer copy" of what a copy engine moves.
+        group: as the program names it; "FSDP2" of what FSDP2 launches; "" if nothing says it.
+        ranks: of the group; 0 if nothing says it.
+        calls: of a step.
+        num_bytes: of a call, the larger of input and output; 0 if nothing says it.
+        time_s: from start to end.
+        exposed_s: beside no computation, waiting for a late rank included.
+        late_s: waiting for the last rank to come; None without the traces of others.
+        bus_bytes_per_s: while it did not wait; 0 if bytes or ranks are unknown.
+        blocks: of the largest kernel: as many SMs, where each takes one.
+        before, after: what computed last before it, and first after it, e.g. "matmul".
+    """
+
+    kind: str
+    group: str
+    ranks: int
+    calls: float
+    num_bytes: float
+    time_s: float
+    exposed_s: float
+    late_s: float | None
+    bus_bytes_per_s: float
+    blocks: int
+    before: str
+    after: str
+
+
+@dataclass(frozen=True)
+class Losses:
+    """Where the time of a rank's step went, in seconds; see the head of this file.
+
+    Args:
+        rank: as its trace says.
+        time_s: of the step.
+        computation_s: at least one kernel computed.
+        exposed_s: communication beside no computation, less `late_s`.
+        late_s: of such communication, what waited for a late rank; 0 without the others' traces.
+        packing_s: copies that pack and unpack for collectives, beside neither.
+        idle_s: by cause, nothing of these ran: "launching" (the host was late), "data" (it waited
+            for a loader), "synchronizing" (it waited for the GPU before), "host copies" (to or
+            from the host), "dependencies" (the work was launched in time).
+        packed_s: all that packs and unpacks, hidden or not.
+        slowed_s: what computation lost beside communication; a part of `computation_s`.
+        slowed_known: share of the computation beside communication that could be compared.
+        collectives: the most exposed first.
+    """
+
+    rank: int
+    time_s: float
+    computation_s: float
+    exposed_s: float
+    late_s: float
+    packing_s: float
+    idle_s: Mapping[str, float]
+    packed_s: float
+    slowed_s: float
+    slowed_known: float
+    collectives: tuple[Collective, ...]
+
+
+CAUSES = ("launching", "data", "synchronizing", "host copies", "dependencies")
+Late = Mapping[int, float]  # by place among a trace's activities, seconds
+
+
+def late_ranks(traces: Sequence[Trace]) -> list[Late]:
+    """How long each collective waited for the last rank: its time less the shortest of all ranks.
+
+    Calls are matched by step, kind, group and order. Where ranks have unequal numbers of calls,
+    nothing is known of that group.
+    """
+    places = [_calls(trace) for trace in traces]
+    found: list[dict[int, float]] = [{} for _ in traces]
+    for key in {key for each in places for key in each}:
+        have = [r for r, each in enumerate(places) if key in each]
+        if len(have) < 2 or len({len(places[r][key]) for r in have}) > 1:
+            continue
+        for calls in zip(*(places[r][key] for r in have), strict=True):
+            lasted = [_lasts(traces[r].activities[i]) for r, i in zip(have, calls, strict=True)]
+            for r, i, time_s in zip(have, calls, lasted, strict=True):
+                found[r][i] = time_s - min(lasted)
+    return list(found)
+
+
+def _calls(trace: Trace) -> dict[tuple[str, str, str], list[int]]:
+    """The places of collectives, by step, kind and group."""
+    begins = [step.start_s for step in trace.steps]
+    found: defaultdict[tuple[str, str, str], list[int]] = defaultdict(list)
+    for i, each in enumerate(trace.activities):
+        step = bisect_right(begins, each.start_s) - 1
+        if each.said is not None and step >= 0:
+            found[trace.steps[step].name, each.said.collective, each.said.group].append(i)
+    return found
+
+
+def _lasts(each: Activity) -> float:
+    return each.end_s - each.start_s
+
+
+def bases(trace: Trace) -> dict[tuple[str, str], float]:
+    """Seconds of kernels that run beside no communication, by name and grid."""
+    communicates = Cover(_spans(each for each in trace.activities if each.kind == COMMUNICATION))
+    alone: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
+    compared = _compared(trace.activities)
+    for each, share in zip(compared, _shares(compared, communicates), strict=True):
+        if share < ALONE:
+            alone[each.name, each.grid].append(_lasts(each))
+    return {key: median(times) for key, times in alone.items() if len(times) >= LEAST}
+
+
+def losses_of(
+    trace: Trace, step: Range, late: Late, base: Mapping[tuple[str, str], float]
+) -> Losses:
+    """Where a step of a rank went.
+
+    Args:
+        trace: of the rank.
+        step: one of its steps.
+        late: of `late_ranks`; empty without other ranks.
+        base: of `bases`.
+    """
+    start_s, end_s = step.start_s, step.end_s
+    inside = [
+        (i, each) for i, each in enumerate(trace.activities)
+        if each.start_s < end_s and each.end_s > start_s
+    ]  # fmt: skip
+    of = {kind: [each for _, each in inside if each.kind == kind] for kind in range(4)}
+
+    def cover(*kinds: int) -> Cover:
+        return Cover(_spans(each for kind in kinds for each in of[kind]))
+
+    computes, communicates = cover(COMPUTATION), cover(COMMUNICATION)
+    both, packs = cover(COMPUTATION, COMMUNICATION), cover(COMPUTATION, COMMUNICATION, PACKING)
+    computation_s, both_s, packs_s = (
+        float(each.within(start_s, end_s)) for each in (computes, both, packs)
+    )
+    late_s = _late_s(inside, late, computes, start_s, end_s)
+    slowed_s, known = _slowed(of[COMPUTATION], communicates, base)
+    return Losses(
+        rank=trace.rank, time_s=end_s - start_s, computation_s=computation_s,
+        exposed_s=both_s - computation_s - late_s, late_s=late_s, packing_s=packs_s - both_s,
+        idle_s=_idle(trace, cover(*range(4)), packs_s, start_s, end_s),
+        packed_s=float(cover(PACKING).within(start_s, end_s)), slowed_s=slowed_s,
+        slowed_known=known,
+        collectives=_collectives(
+            [(i, each) for i, each in inside if start_s <= each.start_s], late, computes,
+            of[COMPUTATION]),
+    )  # fmt: skip
+
+
+def _spans(activities: Iterable[Activity]) -> Iterable[tuple[float, float]]:
+    return ((each.start_s, each.end_s) for each in activities)
+
+
+def _late_s(
+    inside: Sequence[tuple[int, Activity]], late: Late, computes: Cover, start_s: float,
+    end_s: float,
+) -> float:  # fmt: skip
+    """Time in which something waited for a late rank, and nothing computed: as calls begin."""
+    waits = Cover((each.start_s, each.start_s + late[i]) for i, each in inside if i in late)
+    gaps = computes.gaps(start_s, end_s)
+    return float(sum(waits.within(a, b) for a, b in gaps))
+
+
+def _compared(activities: Iterable[Activity]) -> list[Activity]:
+    return [
+        each for each in activities
+        if each.kind == COMPUTATION and each.blocks and _lasts(each) >= COMPARED_S
+    ]  # fmt: skip
+
+
+def _shares(activities: Sequence[Activity], covered: Cover) -> list[float]:
+    """Which share of each is covered."""
+    times = np.array([*_spans(activities)]).reshape(-1, 2)
+    return (covered.within(times[:, 0], times[:, 1]) / (times[:, 1] - times[:, 0])).tolist()
+
+
+def _slowed(
+    computation: Sequence[Activity], communicates: Cover, base: Mapping[tuple[str, str], float]
+) -> tuple[float, float]:
+    """Seconds lost beside communication, and of which share of such computation that is known."""
+    lost: defaultdict[tuple[str, str], float] = defaultdict(float)
+    beside_s = known_s = 0.0
+    compared = _compared(computation)
+    for each, share in zip(compared, _shares(compared, communicates), strict=True):
+        if share < ALONE:
+            continue
+        beside_s += _lasts(each)
+        if (alone_s := base.get((each.name, each.grid))) is not None:
+            known_s += _lasts(each)
+            lost[each.name, each.grid] += _lasts(each) - alone_s
+    return sum(max(0.0, each) for each in lost.values()), known_s / beside_s if beside_s else 1.0
+
+
+def _idle(
+    trace: Trace, runs: Cover, busy_s: float, start_s: float, end_s: float
+) -> dict[str, float]:
+    """Idle seconds by cause. What begins after a gap says why the gap was there."""
+    found: dict[str, float] = dict.fromkeys(CAUSES, 0.0)
+    found["host copies"] = float(runs.within(start_s, end_s)) - busy_s
+    begins = [each.start_s for each in trace.activities]
+    loads, blocks = Cover(_ranges(trace.loading)), Cover(_ranges(trace.blocked))
+    for a, b in runs.gaps(start_s, end_s):
+        next_one = bisect_left(begins, b)
+        launched_s = trace.activities[next_one].launched_s if next_one < len(begins) else math.nan
+        asked_s = a if math.isnan(launched_s) else min(max(a, launched_s), b)
+        data_s = float(loads.within(a, asked_s))
+        waited_s = min(float(blocks.within(a, asked_s)), asked_s - a - data_s)
+        found["data"] += data_s
+        found["synchronizing"] += waited_s
+        found["launching"] += asked_s - a - data_s - waited_s
+        found["dependencies"] += b - asked_s
+    return found
+
+
+def _ranges(ranges: Iterable[Range]) -> Iterable[tuple[float, float]]:
+    return ((each.start_s, each.end_s) for each in ranges)
+
+
+def _collectives(
+    inside: Sequence[tuple[int, Activity]], late: Late, computes: Cover,
+    computation: Sequence[Activity],
+) -> tuple[Collective, ...]:  # fmt: skip
+    """A row for each kind and group."""
+    calls: defaultdict[tuple[str, str, int], list[tuple[int, Activity]]] = defaultdict(list)
+    for i, each in inside:
+        if each.said is not None:
+            group = "FSDP2" if each.within.startswith(FSDP) else each.said.group
+            calls[each.said.collective, group, each.said.ranks].append((i, each))
+    begins = [each.start_s for each in computation]
+    by_end = sorted(computation, key=lambda each: each.end_s)
+    ends = [each.end_s for each in by_end]
+    found: list[Collective] = []
+    for (kind, group, ranks), members in calls.items():
+        spans = np.array([*_spans(each for _, each in members)])
+        time_s = float((spans[:, 1] - spans[:, 0]).sum())
+        waited_s = sum(late.get(i, 0.0) for i, _ in members)
+        num_bytes = sum(each.said.num_bytes for _, each in members if each.said)
+        moved = num_bytes * SENT.get(kind, 0) * (ranks - 1) / ranks if ranks else 0.0
+        before, after = Counter[str](), Counter[str]()
+        for _, each in members:
+            i, j = bisect_right(ends, each.start_s) - 1, bisect_left(begins, each.end_s)
+            before.update([family_of(by_end[i].name)] if i >= 0 else [])
+            after.update([family_of(computation[j].name)] if j < len(computation) else [])
+        found.append(Collective(
+            kind, group, ranks, len(members), num_bytes / len(members), time_s,
+            exposed_s=time_s - float(computes.within(spans[:, 0], spans[:, 1]).sum()),
+            late_s=waited_s if late else None,
+            bus_bytes_per_s=moved / (time_s - waited_s) if time_s > waited_s else 0.0,
+            blocks=max(each.blocks for _, each in members),
+            before=_most(before), after=_most(after),
+        ))  # fmt: skip
+    return tuple(sorted(found, key=lambda each: -each.exposed_s))
+
+
+def _most(found: Counter[str]) -> str:
+    return found.most_common(1)[0][0] if found else ""

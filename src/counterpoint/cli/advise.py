@@ -1,0 +1,135 @@
+"""`counterpoint advise`: what a profiled step loses, and which line wins it back.
+
+It imports no torch.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
+
+from counterpoint.cli.files import check_written
+from counterpoint.cli.problems import machine_at
+from counterpoint.errors import InputError
+from counterpoint.machine import Machine
+from counterpoint.measure.canvas import SUFFIXES
+from counterpoint.scale.dlrm import Dlrm
+from counterpoint.scale.layout import Layout
+from counterpoint.scale.models import model_of
+
+if TYPE_CHECKING:
+    from counterpoint.advice.advise import Report
+
+LARGE = 50_000_000  # bytes of files whose reading shows a bar
+
+
+def advise(
+    traces: Annotated[
+        list[Path] | None,
+        typer.Argument(help="Of torch.profiler, .json or .json.gz, of one rank or several.",
+                       show_default=False),
+    ] = None,
+    step: Annotated[
+        int, typer.Option(min=-1, help="N of ProfilerStep#N; -1: the mean of all.")
+    ] = -1,
+    machine: Annotated[
+        str, typer.Option(help="Whose links are compared with; by default the trace's GPU.")
+    ] = "",
+    html: Annotated[
+        Path | None, typer.Option(help="A page with all of it, to this .html.", show_default=False)
+    ] = None,
+    picture: Annotated[
+        Path | None,
+        typer.Option(help="The step as a picture, to this .png, .svg or .pdf.", show_default=False),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Facts as JSON, in SI units.")] = False,
+    model: Annotated[
+        str, typer.Option(help="Instead of traces: a model or its config.json; predicted.")
+    ] = "",
+    gpus: Annotated[int, typer.Option(min=0, max=65536, help="With --model: GPUs in all.")] = 8,
+    tokens: Annotated[
+        int, typer.Option(min=0, max=2**30, help="With --model: of a GPU's sequence; 0: its own.")
+    ] = 0,
+    tp: Annotated[int, typer.Option(min=1, max=4096, help="With --model: tensor parallel.")] = 1,
+    ep: Annotated[int, typer.Option(min=1, max=4096, help="With --model: expert parallel.")] = 1,
+) -> None:  # fmt: skip
+    """Say what a step loses to communication, and which line wins it back.
+
+    It reads traces of torch.profiler, of any program: `prof.export_chrome_trace("trace.json.gz")`.
+    With the traces of several ranks it tells waiting for a late rank from moving data. With
+    `--model` it predicts a training step instead.
+
+    **Example:** `counterpoint advise --model llama3-8b --gpus 8 --tp 8 --tokens 4096`
+
+    ```text
+    Largest loss: communication that nothing hides, 38.4 of 96.7 ms (40%).
+    1. tensor-parallel collectives together with their matmuls: at most 33.0 ms, 1.52x
+    ```
+
+    **Example:** `counterpoint advise trace_rank*.json.gz --html report.html`
+    """
+    check_written("advise", "--html", html, (".html",))
+    check_written("advise", "--picture", picture, SUFFIXES)
+    if bool(model) == bool(traces):
+        got = "both" if model else "neither"
+        raise InputError("advise", "TRACES", want="given, or --model instead", got=got)
+    console = Console(highlight=False)
+    if model:
+        report = _predicted(model, gpus, tokens, tp, ep, machine_at("advise", machine or "h100-8"))
+    else:
+        report = _measured(traces or [], step, machine, console, shown=not as_json)
+    files = {"page": html and report.to_html(html), "picture": picture and report.draw(picture)}
+    if as_json:
+        print(report.to_json())
+        return
+    console.print(str(report), markup=False, soft_wrap=True)
+    for what, path in files.items():
+        if path:
+            console.print(f"\nThe {what}: {path}", soft_wrap=True)
+
+
+def _measured(
+    traces: Sequence[Path], step: int, machine: str, console: Console, *, shown: bool
+) -> "Report":
+    """Advice on traces, behind a bar where reading takes seconds."""
+    from counterpoint.advice.advise import advise as advice_of
+
+    sizes = [path.stat().st_size if path.is_file() else 0 for path in traces]
+    columns = (TextColumn("reading {task.description}"), BarColumn(), DownloadColumn(),
+               TimeElapsedColumn())  # fmt: skip
+    shown &= console.is_terminal and sum(sizes) > LARGE
+    with Progress(*columns, console=console, transient=True, disable=not shown) as bar:
+        task = bar.add_task("traces", total=sum(sizes))
+        before = 0
+        last = 0
+
+        def read(at: int) -> None:
+            nonlocal before, last
+            if at < last:  # the next file
+                before += last
+            last = at
+            bar.update(task, completed=before + at)
+
+        return advice_of(
+            *traces, step=None if step < 0 else step,
+            machine=machine_at("advise", machine) if machine else None, read=read,
+        )  # fmt: skip
+
+
+def _predicted(model: str, gpus: int, tokens: int, tp: int, ep: int, machine: Machine) -> "Report":
+    """Advice on a step that is predicted, on one island."""
+    from counterpoint.advice.before import advise_model
+
+    known = model_of("advise", model, "--model")
+    if isinstance(known, Dlrm):
+        raise InputError("advise", "--model", want="a transformer", got=model,
+                         fix="`counterpoint scale` predicts recommenders")  # fmt: skip
+    if not 2 <= gpus <= machine.num_devices:
+        want = f"from 2 to the {machine.num_devices} of --machine"
+        fix = "`counterpoint scale` predicts several nodes"
+        raise InputError("advise", "--gpus", want=want, got=gpus, fix=fix)
+    layout = Layout.on(gpus, tp=tp, ep=ep, sequence=tokens, data_parallel_sharding="fsdp")
+    return advise_model(known, layout, machine)
