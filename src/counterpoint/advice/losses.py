@@ -6,7 +6,6 @@ What is hidden by computation counts as computation; communication comes before 
 run beside no computation.
 """
 
-import math
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -156,10 +155,7 @@ def losses_of(
         base: of `bases`.
     """
     start_s, end_s = step.start_s, step.end_s
-    inside = [
-        (i, each) for i, each in enumerate(trace.activities)
-        if each.start_s < end_s and each.end_s > start_s
-    ]  # fmt: skip
+    inside = trace.within(step)
     of = {kind: [each for _, each in inside if each.kind == kind] for kind in range(4)}
 
     def cover(*kinds: int) -> Cover:
@@ -194,8 +190,8 @@ def _late_s(
 ) -> float:  # fmt: skip
     """Time in which something waited for a late rank, and nothing computed: as calls begin."""
     waits = Cover((each.start_s, each.start_s + late[i]) for i, each in inside if i in late)
-    gaps = computes.gaps(start_s, end_s)
-    return float(sum(waits.within(a, b) for a, b in gaps))
+    gaps = np.array(computes.gaps(start_s, end_s)).reshape(-1, 2)
+    return float(waits.within(gaps[:, 0], gaps[:, 1]).sum())
 
 
 def _compared(activities: Iterable[Activity]) -> list[Activity]:
@@ -232,25 +228,20 @@ def _idle(
     trace: Trace, runs: Cover, busy_s: float, start_s: float, end_s: float
 ) -> dict[str, float]:
     """Idle seconds by cause. What begins after a gap says why the gap was there."""
-    found: dict[str, float] = dict.fromkeys(CAUSES, 0.0)
-    found["host copies"] = float(runs.within(start_s, end_s)) - busy_s
-    begins = [each.start_s for each in trace.activities]
-    loads, blocks = Cover(_ranges(trace.loading)), Cover(_ranges(trace.blocked))
-    for a, b in runs.gaps(start_s, end_s):
-        next_one = bisect_left(begins, b)
-        launched_s = trace.activities[next_one].launched_s if next_one < len(begins) else math.nan
-        asked_s = a if math.isnan(launched_s) else min(max(a, launched_s), b)
-        data_s = float(loads.within(a, asked_s))
-        waited_s = min(float(blocks.within(a, asked_s)), asked_s - a - data_s)
-        found["data"] += data_s
-        found["synchronizing"] += waited_s
-        found["launching"] += asked_s - a - data_s - waited_s
-        found["dependencies"] += b - asked_s
-    return found
-
-
-def _ranges(ranges: Iterable[Range]) -> Iterable[tuple[float, float]]:
-    return ((each.start_s, each.end_s) for each in ranges)
+    gaps = np.array(runs.gaps(start_s, end_s)).reshape(-1, 2)
+    begin_s, stop_s = gaps[:, 0], gaps[:, 1]
+    launched_s = np.r_[trace.launched_s, np.nan][np.searchsorted(trace.starts_s, stop_s)]
+    # by what nothing says it, the host was in time
+    asked_s = np.fmin(np.fmax(launched_s, begin_s), stop_s)
+    asked_s = np.where(np.isnan(launched_s), begin_s, asked_s)
+    data_s = trace.loads.within(begin_s, asked_s)
+    waited_s = np.minimum(trace.blocks.within(begin_s, asked_s), asked_s - begin_s - data_s)
+    found = {
+        "launching": asked_s - begin_s - data_s - waited_s, "data": data_s,
+        "synchronizing": waited_s, "dependencies": stop_s - asked_s,
+        "host copies": float(runs.within(start_s, end_s)) - busy_s,
+    }  # fmt: skip
+    return {cause: float(np.sum(found[cause])) for cause in CAUSES}
 
 
 def _collectives(

@@ -122,10 +122,7 @@ def _picture(report: Said) -> str:
     """One step of the first rank: bands of what ran, and in red what nothing hid."""
     trace = report.traces[0]
     step = middle(report, trace)
-    inside = [
-        each for each in trace.activities
-        if each.start_s < step.end_s and each.end_s > step.start_s
-    ]  # fmt: skip
+    inside = [each for _, each in trace.within(step)]
     computes = Cover((each.start_s, each.end_s) for each in inside if each.kind == COMPUTATION)
     exposed = Cover(
         gap for each in inside if each.kind == COMMUNICATION

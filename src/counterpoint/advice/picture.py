@@ -23,7 +23,7 @@ def timeline(report: Said) -> Timeline:
     spans: list[Span] = []
     for trace in report.traces:
         step = middle(report, trace)
-        for each in trace.activities:
+        for _, each in trace.within(step):
             start_s, end_s = max(each.start_s, step.start_s), min(each.end_s, step.end_s)
             if each.kind in LANES and end_s > start_s:
                 spans.append(Span(

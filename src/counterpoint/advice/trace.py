@@ -5,9 +5,13 @@ from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from counterpoint.advice.cover import Cover, Times
 from counterpoint.advice.events import Event, read_events
 from counterpoint.advice.kinds import (
     COMMUNICATION,
@@ -23,6 +27,9 @@ GPU = {"kernel", "gpu_memcpy", "gpu_memset", "memcpy", "memset"}
 LAUNCHES = {"cuda_runtime", "cuda_driver", "runtime"}  # AMD's, too
 BLOCKS = ("Synchronize", "cudaMemcpy", "hipMemcpyWithStream")  # the host waits for the GPU in it
 STEP, LOADER, FSDP = "ProfilerStep#", "enumerate(DataLoader)", "FSDP::"
+NCCL, FRAMEWORKS = "record_param_comms", ("DistributedDataParallel", "Torch-Compiled Region")
+MARKS = (STEP, LOADER, FSDP, NCCL, *FRAMEWORKS)
+KEPT = GPU | LAUNCHES | {"cpu_op", "user_annotation"}
 
 
 class Said(NamedTuple):
@@ -100,6 +107,37 @@ class Trace:
     marks: frozenset[str]
     has_graphs: bool
 
+    @cached_property
+    def starts_s(self) -> Times:
+        """When each activity began, in ascending order."""
+        return np.array([each.start_s for each in self.activities])
+
+    @cached_property
+    def launched_s(self) -> Times:
+        """When the host had asked for each."""
+        return np.array([each.launched_s for each in self.activities])
+
+    @cached_property
+    def loads(self) -> Cover:
+        """When the host waited for data."""
+        return Cover((each.start_s, each.end_s) for each in self.loading)
+
+    @cached_property
+    def blocks(self) -> Cover:
+        """When the host waited for the GPU."""
+        return Cover((each.start_s, each.end_s) for each in self.blocked)
+
+    @cached_property
+    def _reach_s(self) -> Times:
+        return np.maximum.accumulate([each.end_s for each in self.activities])
+
+    def within(self, step: Range) -> list[tuple[int, Activity]]:
+        """What ran in a step, in part or whole, and its place among all."""
+        first = int(np.searchsorted(self._reach_s, step.start_s, side="right"))
+        last = int(np.searchsorted(self.starts_s, step.end_s))
+        found = enumerate(self.activities[first:last], first)
+        return [(i, each) for i, each in found if each.end_s > step.start_s]
+
 
 class _Reader:
     """Keeps of a file's events what is needed; microseconds as the file has them."""
@@ -118,7 +156,12 @@ class _Reader:
     def keep(self, event: Event) -> None:
         if event.get("ph") != "X":
             return
-        category, name = str(event.get("cat", "")).lower(), str(event.get("name", ""))
+        category = str(event.get("cat", "")).lower()
+        if category not in KEPT:
+            return
+        name = str(event.get("name", ""))
+        if category == "cpu_op" and not name.startswith(MARKS):
+            return
         start = event.get("ts")
         lasts = event.get("dur", 0)
         if not (isinstance(start, int | float) and isinstance(lasts, int | float)):
@@ -136,9 +179,9 @@ class _Reader:
                 self.launched[args["correlation"]] = (start + lasts, event.get("tid"))
             if any(word in name for word in BLOCKS) and "Async" not in name:
                 self.blocked.append((start, start + lasts, name))
-        elif name == "record_param_comms" and "Collective name" in args:
+        elif name == NCCL and "Collective name" in args:
             self.comms[args.get("External id")] = args
-        elif category in ("user_annotation", "cpu_op"):
+        else:
             self._keep_mark(name, start, start + lasts, event.get("tid"))
 
     def _keep_mark(self, name: str, start: float, end: float, thread: object) -> None:
@@ -150,7 +193,7 @@ class _Reader:
         elif name.startswith(FSDP):
             self.fsdp[thread].append((start, end, name.partition(" ")[0]))
             self.marks.add(name.partition(" ")[0])
-        elif name.startswith(("DistributedDataParallel", "Torch-Compiled Region")):
+        elif name.startswith(FRAMEWORKS):
             self.marks.add(name.partition(".")[0].partition(":")[0])
 
 
