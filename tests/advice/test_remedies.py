@@ -35,6 +35,7 @@ def names_of(report: Report) -> list[str]:
         ("allreduce", GEMM, "adam", "DistributedDataParallel.forward", "data parallel"),
         ("all_gather", "copy_kernel", GEMM, "FSDP::all_gather (layers.3)", "overlap"),
         ("broadcast", GEMM, GEMM, "", "others"),
+        ("peer copy", GEMM, GEMM, "", "copies"),
     ],
 )
 def test_each_collective_has_its_remedy(tmp_path, kind, before, after, mark, mechanism):
@@ -43,11 +44,16 @@ def test_each_collective_has_its_remedy(tmp_path, kind, before, after, mark, mec
         trace.event("user_annotation", mark, -50, 40)
     for start in (0, 300, 600):
         trace.gpu(before, start, 100, asked=-100)
-        trace.collective(kind, start + 100, 100, elements=2**24, ranks=2, group="g", asked=-20)
+        if kind == "peer copy":
+            trace.gpu("Memcpy PtoP (Device -> Device)", start + 100, 100, category="gpu_memcpy",
+                      bytes=2**25, asked=-20)  # fmt: skip
+        else:
+            trace.collective(kind, start + 100, 100, elements=2**24, ranks=2, asked=-20)
         trace.gpu(after, start + 200, 100, asked=-100)
     report = report_of(trace, tmp_path)
     words = MECHANISMS[mechanism]
-    (found,) = [each for each in report.remedies if each.name == words.name]
+    name = words.name.format(kinds=kind)
+    (found,) = [each for each in report.remedies if each.name == name]
     assert (found.why, found.line) == (words.why, words.line)
     bound_us = 200 if mechanism == "data parallel" else 300  # nothing hides the last bucket
     assert found.bound_s == pytest.approx(bound_us * 1e-6)
@@ -55,7 +61,7 @@ def test_each_collective_has_its_remedy(tmp_path, kind, before, after, mark, mec
         assert found.gain is not None and found.saves_s == found.bound_s * found.gain.share
     else:
         assert found.gain is None and found.saves_s is None
-    assert report.verdict.startswith(f"First: {words.name}, up to ")
+    assert report.verdict.startswith(f"First: {name}, up to ")
 
 
 def test_fsdp2_counts_copies_and_what_matmuls_lose(tmp_path):

@@ -121,6 +121,7 @@ def test_a_known_call_has_the_bits_of_its_operators(
     return found
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("hidden", [24, 136])
 @on_ranks(2)
 def test_gate_and_up_are_activated_where_they_are_multiplied(

@@ -61,6 +61,14 @@ code { font: .85rem ui-monospace, monospace; overflow-wrap: anywhere; }
 """
 
 
+_NOTE = (
+    "<p class=faint>Times are those of all calls. Exposed: nothing computes meanwhile. Late: it "
+    "waits for the last rank, which the traces of other ranks tell. GB/s: bus bandwidth, of what "
+    "the links carry. Blocks: so many SMs, where each takes one. Between: what computes last "
+    "before it, and first after it.</p>"
+)
+
+
 def page(report: Said) -> str:
     """The page."""
     first = report.losses[0]
@@ -83,9 +91,9 @@ def page(report: Said) -> str:
         f"<p class=faint>Computation: {escape(slowed(first))}.</p>" if first.slowed_s else "",
         "<h2>A step on the GPU</h2>" + _picture(report) if report.traces else "",
         "<h2>What wins it back</h2>" + _table(
-            ("remedy", "at most", "measured", "why, and the line to write"), remedies)
+            ("remedy", "at most", "counterpoint measured", "why, and the line to write"), remedies)
         if remedies else "",
-        "<h2>Collectives of a step</h2>" + _table(COLLECTIVE_HEAD, collectives)
+        "<h2>Collectives of a step</h2>" + _table(COLLECTIVE_HEAD, collectives) + _NOTE
         if collectives else "",
         "<h2>Ranks</h2>" + _ranks(report) if len(report.losses) > 1 else "",
     ]  # fmt: skip
@@ -105,15 +113,17 @@ def _bar(report: Said) -> str:
     """The step as one bar, and what its parts are."""
     first = report.losses[0]
     found = [each for each in parts(first) if each[2] >= 0.001 * first.time_s]
+    kinds = [kind for kind, *_ in found]
+    shades = [f"opacity: {1 / (1 + kinds[:i].count(kind)):.2f}" for i, kind in enumerate(kinds)]
     pieces = "".join(
-        f'<span class={kind} style="flex: {seconds / first.time_s:.4f}" '
+        f'<span class={kind} style="flex: {seconds / first.time_s:.4f}; {shade}" '
         f'title="{escape(name)}: {ms(seconds)} ms"></span>'
-        for kind, name, seconds in found
+        for (kind, name, seconds), shade in zip(found, shades, strict=True)
     )
     names = "".join(
-        f"<li><i class={kind}></i>{escape(name)} <b>{ms(seconds)} ms</b>, "
+        f'<li><i class={kind} style="{shade}"></i>{escape(name)} <b>{ms(seconds)} ms</b>, '
         f"{seconds / first.time_s:.1%}</li>"
-        for kind, name, seconds in found
+        for (kind, name, seconds), shade in zip(found, shades, strict=True)
     )
     return f"<div class=bar>{pieces}</div><ul class=legend>{names}</ul>"
 
@@ -158,9 +168,10 @@ def _band(kind: str, step: Range, activities: Sequence[Activity]) -> str:
             groups.append([each])
         reach = max(reach, each.end_s)
     return "".join(
-        _rect(kind, step, group[0].start_s, max(each.end_s for each in group), _hover(group))
+        _rect(kind, step, group[0].start_s, max(each.end_s for each in group), _hover(group),
+              sum(each.end_s - each.start_s for each in group))
         for group in groups
-    )
+    )  # fmt: skip
 
 
 def _hover(group: Sequence[Activity]) -> str:
@@ -169,12 +180,17 @@ def _hover(group: Sequence[Activity]) -> str:
     return f"{longest.name[:90]} {(longest.end_s - longest.start_s) * 1e6:.0f} us{beside}"
 
 
-def _rect(kind: str, step: Range, start_s: float, end_s: float, hover: str) -> str:
+def _rect(
+    kind: str, step: Range, start_s: float, end_s: float, hover: str, busy_s: float = 0.0
+) -> str:  # fmt: skip
+    """A rectangle; fainter where less than its width is busy."""
     scale = WIDTH / (step.end_s - step.start_s)
+    share = min(1.0, busy_s / (end_s - start_s)) if busy_s and end_s > start_s else 1.0
+    faint = f' fill-opacity="{max(0.15, share):.2f}"' if share < 0.95 else ""
     start_s, end_s = max(start_s, step.start_s), min(end_s, step.end_s)
     return (
         f'<rect class={kind} x="{(start_s - step.start_s) * scale:.1f}" '
-        f'width="{max(0.4, (end_s - start_s) * scale):.1f}" height="10">'
+        f'width="{max(0.4, (end_s - start_s) * scale):.1f}" height="10"{faint}>'
         f"<title>{escape(hover)}</title></rect>"
     )
 

@@ -124,9 +124,13 @@ MECHANISMS = {
         "DDP's buckets", "gradients are summed after the backward that makes them, not beside it",
         "DistributedDataParallel(..., bucket_cap_mb=..., gradient_as_bucket_view=True)",
     ),
+    "copies": _Words(
+        "peer copies that begin earlier", "copy engines move data, and nothing computes meanwhile",
+        "prefetch further ahead; for FSDP2 model.set_modules_to_forward_prefetch(...)",
+    ),
     "others": _Words(
-        "independent work beside other collectives",
-        "nothing computes until they are done, and no operator of this library takes them",
+        "independent work beside {kinds}",
+        "nothing computes until it is done, and counterpoint has no operator that takes it",
         "async_op=True, and wait() where the result is read; or a stream of their own",
     ),
 }  # fmt: skip
@@ -145,7 +149,7 @@ def mechanism(each: Collective, trace: Trace) -> str:
         return f"matmul_{kind.replace('-', '_')}"
     if "embedding" in (each.before, each.after) and kind in ("all-to-all", "send and receive"):
         return "embeddings"
-    return "experts" if kind == "all-to-all" else "others"
+    return {"all-to-all": "experts", "peer copy": "copies"}.get(kind, "others")
 
 
 def remedies(losses: Losses, trace: Trace, link_bytes_per_s: float = 0.0) -> list[Remedy]:
@@ -184,7 +188,10 @@ def _of_collectives(name: str, rows: Sequence[Collective], losses: Losses, trace
         bound_s = max(0.0, bound_s - sum(each.time_s / each.calls for each in rows))
     ranks = max(each.ranks for each in rows) or trace.world
     gain = nearest(name, size, ranks, trace.gpu)
-    return Remedy(*MECHANISMS[name], bound_s, bound_s * gain.share if gain else None, gain)
+    words = MECHANISMS[name]
+    named = words.name.format(kinds=", ".join(sorted({each.kind for each in rows})))
+    saves_s = bound_s * gain.share if gain else None
+    return Remedy(named, words.why, words.line, bound_s, saves_s, gain)
 
 
 def _small(losses: Losses, link_bytes_per_s: float) -> list[Remedy]:

@@ -100,8 +100,8 @@ def remedy_cells(each: Remedy, time_s: float) -> list[str]:
 def slowed(losses: Losses) -> str:
     """What computation lost beside communication, and how much of that is known."""
     known = losses.slowed_known
-    part = "" if known > 0.99 else f" (of the {known:.0%} that ran alone, too)"
-    return f"{ms(losses.slowed_s)} ms were lost to communication beside it{part}"
+    part = "" if known > 0.99 else f", of the {known:.0%} that also ran alone"
+    return f"kernels beside communication took {ms(losses.slowed_s)} ms longer{part}"
 
 
 def text(report: Said) -> str:
