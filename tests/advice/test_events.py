@@ -118,6 +118,24 @@ def test_hostile_facts(tmp_path):
 
 
 @pytest.mark.parametrize(
+    "odd",
+    [{"ts": 10**400}, {"ts": "12"}, {"dur": None}, {"dur": 0}, {"tid": [1]}, {"name": None},
+     {"args": {"device": [1], "grid": [[]], "correlation": {}, "stream": []}},
+     {"args": {"Collective name": [1], "dtype": {}, "Group size": "x", "In msg nelems": []}},
+     {"cat": "user_annotation", "name": "FSDP::x", "tid": {}},
+     {"cat": "cuda_runtime", "args": {"correlation": [1]}}],
+)  # fmt: skip
+def test_odd_events(tmp_path, odd):
+    """They count for nothing, or for what can be made of them; no traceback."""
+    trace = TraceFile().step(1, -10, 900).gpu("gemm", 0, 100, asked=-5)
+    trace.events.append({"ph": "X", "cat": "kernel", "name": "gemm", "ts": 0, "dur": 5,
+                         "args": {}, "tid": 3} | odd)  # fmt: skip
+    path = trace.write(tmp_path / "a.json", deviceProperties=[{"id": [0], "name": 5}])
+    report = cp.advise(path)
+    assert report.losses[0].time_s > 0 and report.verdict in str(report)
+
+
+@pytest.mark.parametrize(
     ("given", "words"),
     [
         ((), "traces must be at least one trace, got none"),

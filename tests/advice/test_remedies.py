@@ -36,6 +36,7 @@ def names_of(report: Report) -> list[str]:
         ("all_gather", "copy_kernel", GEMM, "FSDP::all_gather (layers.3)", "overlap"),
         ("broadcast", GEMM, GEMM, "", "others"),
         ("peer copy", GEMM, GEMM, "", "copies"),
+        ("all_gather", GEMM, GEMM, "FullyShardedDataParallel.forward", "FSDP1"),
     ],
 )
 def test_each_collective_has_its_remedy(tmp_path, kind, before, after, mark, mechanism):
@@ -130,6 +131,10 @@ def test_waiting_for_a_late_rank_is_in_no_other_bound(tmp_path):
         ("kernel", "deep_ep::intranode::dispatch<8, 768>", COMMUNICATION),
         ("kernel", "nvshmemi_transfer_rma", COMMUNICATION),
         ("kernel", "all_reduce_norm_kernel", COMMUNICATION),
+        ("kernel", "collective_kernel", COMMUNICATION),
+        ("kernel", "barrier_kernel", COMMUNICATION),
+        ("kernel", "rcclGenericKernel<1, false>", COMMUNICATION),
+        ("kernel", "reduce_kernel", COMPUTATION),
         ("gpu_memcpy", "Memcpy PtoP (Device -> Device)", COMMUNICATION),
         ("gpu_memcpy", "Memcpy DtoD (Device -> Device)", COMPUTATION),
         ("gpu_memcpy", "Memcpy HtoD (Pageable -> Device)", HOST_COPY),
@@ -169,3 +174,41 @@ def test_before_there_is_a_trace(model, degrees, mechanism):
     best = report.remedies[0]
     assert best.name == MECHANISMS[mechanism].name
     assert best.saves_s is not None and 0 < best.saves_s <= best.bound_s <= first.exposed_s
+
+
+def test_tensor_parallelism_beside_ddp(tmp_path):
+    """Sums of a tensor-parallel group are no gradients of DDP."""
+    trace = TraceFile(world=4).step(1, -1000, 9000)
+    trace.event("user_annotation", "DistributedDataParallel.forward", -50, 40)
+    for start in (0, 300):
+        trace.gpu(GEMM, start, 100, asked=-100)
+        trace.collective("allreduce", start + 100, 100, ranks=2, group="mesh_tp", asked=-20)
+        trace.gpu("rms_norm", start + 200, 100, asked=-100)
+    assert MECHANISMS["matmul_all_reduce"].name in names_of(report_of(trace, tmp_path))
+
+
+def test_a_launch_deep_within_ranges_of_fsdp2(tmp_path):
+    """After many that have ended, a range around them still holds it; copies within are packing."""
+    trace = TraceFile(world=2).step(1, -9000, 99000)
+    trace.event("user_annotation", "FSDP::root_post_backward", -900, 890)
+    for i in range(20):
+        trace.event("user_annotation", f"FSDP::post_backward_reduce ({i})", -800 + 20 * i, 10)
+    trace.gpu("gemm", 0, 100, asked=-1000)
+    trace.collective("allreduce", 100, 100, elements=5, ranks=2, asked=-100)
+    trace.gpu("Memcpy DtoD (Device -> Device)", 200, 50, category="gpu_memcpy", asked=-99)
+    first = report_of(trace, tmp_path).losses[0]
+    assert [row.group for row in first.collectives] == ["FSDP2"]
+    assert first.packing_s == pytest.approx(50e-6)
+
+
+def test_a_bound_that_is_the_whole_step(tmp_path):
+    """Nothing but a collective: no division by what is left."""
+    trace = TraceFile(world=2).gpu("gemm", 0, 1e-3).collective("broadcast", 0, 100, ranks=2)
+    report = report_of(trace, tmp_path)
+    assert report.verdict.endswith("up to over 1000x.") and "over 1000x" in str(report)
+
+
+def test_idleness_without_a_remedy_is_not_called_nothing(tmp_path):
+    trace = TraceFile(world=2).step(1, -1000, 9000).gpu(GEMM, 0, 10, asked=-100)
+    trace.collective("allreduce", 0, 5, ranks=2, asked=-90).gpu(GEMM, 990, 10, asked=-80)
+    assert report_of(trace, tmp_path).verdict == "No remedy is known: 2% is computation."

@@ -10,12 +10,13 @@ from typing import Any
 from counterpoint.advice.losses import CAUSES, Collective, Losses, bases, late_ranks, losses_of
 from counterpoint.advice.remedies import Remedy, remedies
 from counterpoint.advice.trace import STEP, Range, Trace, read_trace
-from counterpoint.advice.words import ms, text
+from counterpoint.advice.words import ms, speedup, text
 from counterpoint.errors import InputError
 from counterpoint.machine_of import MachineLike, machine_of, shipped
 from counterpoint.presets import preset_of
 
 WORTH_IT = 0.03  # of a step: with less to win, the advice is to leave it
+MOSTLY = 0.9  # of a step: with so much computation, nothing is lost
 
 
 @dataclass(frozen=True)
@@ -45,15 +46,16 @@ class Report:
         if self.traces and not first.collectives:
             return (f"No communication in this trace; {first.computation_s / first.time_s:.0%} of "
                     "the step is computation.")  # fmt: skip
+        share = first.computation_s / first.time_s
         if not self.remedies or self.remedies[0].bound_s < WORTH_IT * first.time_s:
-            return f"Nothing here: {first.computation_s / first.time_s:.0%} is computation."
+            what = "Nothing here" if share > MOSTLY else "No remedy is known"
+            return f"{what}: {share:.0%} is computation."
         best = self.remedies[0]
-        upto = first.time_s / (first.time_s - best.bound_s)
         likely = ""
         if best.saves_s is not None:
             by = "measured cases" if best.gain else "the cost model"
-            likely = f", {first.time_s / (first.time_s - best.saves_s):.2f}x by {by}"
-        return f"First: {best.name}, up to {upto:.2f}x{likely}."
+            likely = f", {speedup(first.time_s, best.saves_s)} by {by}"
+        return f"First: {best.name}, up to {speedup(first.time_s, best.bound_s)}{likely}."
 
     def as_dict(self) -> dict[str, Any]:
         """All of it, as JSON has it: seconds, bytes, names; without the events."""
@@ -147,7 +149,9 @@ def _title(trace: Trace, losses: Losses, traces: int, steps: Sequence[Range]) ->
     ranks = f"rank {trace.rank} of {trace.world}" if trace.world > 1 else "one rank"
     beside = f", {traces} traces" if traces > 1 else ""
     step = "all that was traced, no step is marked" if unmarked else of
-    return f"{ms(losses.time_s)} ms: {step}; {ranks}{beside}; {trace.gpu or 'GPU unknown'}"
+    others = f" (its process's other GPUs left out: {trace.others})" if trace.others else ""
+    gpu = f"{trace.gpu or 'GPU unknown'}{others}"
+    return f"{ms(losses.time_s)} ms: {step}; {ranks}{beside}; {gpu}"
 
 
 def _read(trace: object, read: Callable[[int], None]) -> Trace:

@@ -47,7 +47,7 @@ def advise_model(model: Model, layout: Layout, machine: Machine) -> Report:
     losses = Losses(
         rank=0, time_s=time_s, computation_s=time_s - exposed_s, exposed_s=exposed_s, late_s=0.0,
         packing_s=0.0, idle_s=dict.fromkeys(CAUSES, 0.0), packed_s=0.0, slowed_s=0.0,
-        slowed_known=1.0, collectives=(),
+        beside_s=0.0, compared_s=0.0, collectives=(),
     )  # fmt: skip
     return Report(
         title=f"predicted, not measured: {ms(time_s)} ms for a step of {none.title}",

@@ -11,8 +11,8 @@ COMPUTATION, COMMUNICATION, PACKING, HOST_COPY = range(4)
 
 _NO_CASE = re.IGNORECASE
 _LIBRARY = re.compile(
-    r"nccl|nvshmem|cross_device_reduce|(one|two)_?shot|multimem_|lamport|deep_ep|"
-    r"trtllm_(allreduce|mnnvl)|mscclpp|^_?all_reduce_norm|^_?all_to_all_kernel|^_?reduce_kernel",
+    r"nccl|rccl|nvshmem|cross_device_reduce|(one|two)_?shot|multimem_|lamport|deep_ep|userbuffers|"
+    r"trtllm_(allreduce|mnnvl)|mscclpp|^(barrier|wait_signal|all_reduce_norm|collective|arrival|signal|send_sums)_kernel",
     _NO_CASE,
 )
 _COLLECTIVES = {

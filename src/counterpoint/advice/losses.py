@@ -25,6 +25,9 @@ from counterpoint.advice.trace import FSDP, Activity, Range, Trace
 
 # kernels that are compared with themselves: as long, beside no communication or beside some
 COMPARED_S, ALONE, LEAST = 5e-6, 0.05, 3
+MOST = 2.5  # times as long as alone: beyond, it is a kernel of another shape
+# all of whose ranks wait for each other
+MEETS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all")
 # by NCCL's own convention for its bus bandwidth: how often (n - 1) / n of the bytes are sent
 SENT = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1, "all-to-all": 1}
 
@@ -40,8 +43,9 @@ class Collective:
         calls: of a step.
         num_bytes: of a call, the larger of input and output; 0 if nothing says it.
         time_s: from start to end.
-        exposed_s: beside no computation, waiting for a late rank included.
-        late_s: waiting for the last rank to come; None without the traces of others.
+        exposed_s: beside no computation, waiting for a late rank included; where several run,
+            that of the one that began first.
+        late_s: of `exposed_s`, waiting for the last rank; None where that is not known.
         bus_bytes_per_s: while it did not wait; 0 if bytes or ranks are unknown.
         blocks: of the largest kernel: as many SMs, where each takes one.
         before, after: what computed last before it, and first after it, e.g. "matmul".
@@ -74,10 +78,11 @@ class Losses:
         packing_s: copies that pack and unpack for collectives, beside neither.
         idle_s: by cause, nothing of these ran: "launching" (the host was late), "data" (it waited
             for a loader), "synchronizing" (it waited for the GPU before), "host copies" (to or
-            from the host), "dependencies" (the work was launched in time).
+            from the host), "dependencies" (the work was launched in time),
+            "unknown" (the trace does not say when it was).
         packed_s: all that packs and unpacks, hidden or not.
         slowed_s: what computation lost beside communication; a part of `computation_s`.
-        slowed_known: share of the computation beside communication that could be compared.
+        beside_s, compared_s: kernels beside communication, and those that ran alone, too.
         collectives: the most exposed first.
     """
 
@@ -90,19 +95,21 @@ class Losses:
     idle_s: Mapping[str, float]
     packed_s: float
     slowed_s: float
-    slowed_known: float
+    beside_s: float
+    compared_s: float
     collectives: tuple[Collective, ...]
 
 
-CAUSES = ("launching", "data", "synchronizing", "host copies", "dependencies")
+CAUSES = ("launching", "data", "synchronizing", "host copies", "dependencies", "unknown")
 Late = Mapping[int, float]  # by place among a trace's activities, seconds
 
 
 def late_ranks(traces: Sequence[Trace]) -> list[Late]:
     """How long each collective waited for the last rank: its time less the shortest of all ranks.
 
-    Calls are matched by step, kind, group and order. Where ranks have unequal numbers of calls,
-    nothing is known of that group.
+    Calls are matched by the step that launched them, kind, group and order. Where ranks have
+    unequal numbers of calls, nothing is known of that group in that step; nor of what is sent from
+    one rank to another.
     """
     places = [_calls(trace) for trace in traces]
     found: list[dict[int, float]] = [{} for _ in traces]
@@ -117,14 +124,13 @@ def late_ranks(traces: Sequence[Trace]) -> list[Late]:
     return list(found)
 
 
-def _calls(trace: Trace) -> dict[tuple[str, str, str], list[int]]:
-    """The places of collectives, by step, kind and group."""
-    begins = [step.start_s for step in trace.steps]
-    found: defaultdict[tuple[str, str, str], list[int]] = defaultdict(list)
+def _calls(trace: Trace) -> dict[tuple[str, ...], list[int]]:
+    """The places of collectives at which all ranks meet, by step, kind and group."""
+    found: defaultdict[tuple[str, ...], list[int]] = defaultdict(list)
     for i, each in enumerate(trace.activities):
-        step = bisect_right(begins, each.start_s) - 1
-        if each.said is not None and step >= 0:
-            found[trace.steps[step].name, each.said.collective, each.said.group].append(i)
+        if each.said is not None and each.said.collective in MEETS:
+            said = each.said
+            found[each.step, said.collective, said.group, said.members, str(said.ranks)].append(i)
     return found
 
 
@@ -166,32 +172,21 @@ def losses_of(
     computation_s, both_s, packs_s = (
         float(each.within(start_s, end_s)) for each in (computes, both, packs)
     )
-    late_s = _late_s(inside, late, computes, start_s, end_s)
-    slowed_s, known = _slowed(of[COMPUTATION], communicates, base)
+    rows = _collectives(inside, step, late, computes, of[COMPUTATION])
+    late_s = sum(each.late_s or 0.0 for each in rows)
+    slowed_s, beside_s, compared_s = _slowed(of[COMPUTATION], communicates, base)
     return Losses(
         rank=trace.rank, time_s=end_s - start_s, computation_s=computation_s,
-        exposed_s=both_s - computation_s - late_s, late_s=late_s, packing_s=packs_s - both_s,
+        exposed_s=max(0.0, both_s - computation_s - late_s), late_s=late_s,
+        packing_s=packs_s - both_s,
         idle_s=_idle(trace, cover(*range(4)), packs_s, start_s, end_s),
         packed_s=float(cover(PACKING).within(start_s, end_s)), slowed_s=slowed_s,
-        slowed_known=known,
-        collectives=_collectives(
-            [(i, each) for i, each in inside if start_s <= each.start_s], late, computes,
-            of[COMPUTATION]),
+        beside_s=beside_s, compared_s=compared_s, collectives=rows,
     )  # fmt: skip
 
 
 def _spans(activities: Iterable[Activity]) -> Iterable[tuple[float, float]]:
     return ((each.start_s, each.end_s) for each in activities)
-
-
-def _late_s(
-    inside: Sequence[tuple[int, Activity]], late: Late, computes: Cover, start_s: float,
-    end_s: float,
-) -> float:  # fmt: skip
-    """Time in which something waited for a late rank, and nothing computed: as calls begin."""
-    waits = Cover((each.start_s, each.start_s + late[i]) for i, each in inside if i in late)
-    gaps = np.array(computes.gaps(start_s, end_s)).reshape(-1, 2)
-    return float(waits.within(gaps[:, 0], gaps[:, 1]).sum())
 
 
 def _compared(activities: Iterable[Activity]) -> list[Activity]:
@@ -209,19 +204,20 @@ def _shares(activities: Sequence[Activity], covered: Cover) -> list[float]:
 
 def _slowed(
     computation: Sequence[Activity], communicates: Cover, base: Mapping[tuple[str, str], float]
-) -> tuple[float, float]:
-    """Seconds lost beside communication, and of which share of such computation that is known."""
+) -> tuple[float, float, float]:
+    """Seconds lost beside communication, of computation there, and of what could be compared."""
     lost: defaultdict[tuple[str, str], float] = defaultdict(float)
-    beside_s = known_s = 0.0
+    beside_s = compared_s = 0.0
     compared = _compared(computation)
     for each, share in zip(compared, _shares(compared, communicates), strict=True):
         if share < ALONE:
             continue
         beside_s += _lasts(each)
-        if (alone_s := base.get((each.name, each.grid))) is not None:
-            known_s += _lasts(each)
+        alone_s = base.get((each.name, each.grid), 0.0)
+        if _lasts(each) < MOST * alone_s:
+            compared_s += _lasts(each)
             lost[each.name, each.grid] += _lasts(each) - alone_s
-    return sum(max(0.0, each) for each in lost.values()), known_s / beside_s if beside_s else 1.0
+    return sum(max(0.0, each) for each in lost.values()), beside_s, compared_s
 
 
 def _idle(
@@ -231,53 +227,76 @@ def _idle(
     gaps = np.array(runs.gaps(start_s, end_s)).reshape(-1, 2)
     begin_s, stop_s = gaps[:, 0], gaps[:, 1]
     launched_s = np.r_[trace.launched_s, np.nan][np.searchsorted(trace.starts_s, stop_s)]
-    # by what nothing says it, the host was in time
-    asked_s = np.fmin(np.fmax(launched_s, begin_s), stop_s)
-    asked_s = np.where(np.isnan(launched_s), begin_s, asked_s)
+    is_known = ~np.isnan(launched_s)
+    asked_s = np.where(is_known, np.clip(launched_s, begin_s, stop_s), begin_s)
     data_s = trace.loads.within(begin_s, asked_s)
     waited_s = np.minimum(trace.blocks.within(begin_s, asked_s), asked_s - begin_s - data_s)
     found = {
         "launching": asked_s - begin_s - data_s - waited_s, "data": data_s,
-        "synchronizing": waited_s, "dependencies": stop_s - asked_s,
+        "synchronizing": waited_s, "dependencies": (stop_s - asked_s) * is_known,
+        "unknown": (stop_s - asked_s) * ~is_known,
         "host copies": float(runs.within(start_s, end_s)) - busy_s,
     }  # fmt: skip
     return {cause: float(np.sum(found[cause])) for cause in CAUSES}
 
 
+class _Tally:
+    """What is counted of the calls of a kind and a group."""
+
+    def __init__(self) -> None:
+        self.calls = self.num_bytes = self.blocks = 0
+        self.time_s = self.exposed_s = self.waited_s = self.late_s = 0.0
+        self.is_known = False  # whether any waits for a late rank are
+        self.before, self.after = Counter[str](), Counter[str]()
+
+    def row(self, kind: str, group: str, ranks: int) -> Collective:
+        """The row of a table."""
+        moving_s = self.time_s - self.waited_s
+        moved = self.num_bytes * SENT.get(kind, 0) * (ranks - 1) / ranks if ranks else 0.0
+        return Collective(
+            kind, group, ranks, self.calls, self.num_bytes / max(1, self.calls), self.time_s,
+            self.exposed_s, self.late_s if self.is_known else None,
+            moved / moving_s if moving_s > 0 else 0.0, self.blocks, _most(self.before),
+            _most(self.after),
+        )  # fmt: skip
+
+
 def _collectives(
-    inside: Sequence[tuple[int, Activity]], late: Late, computes: Cover,
+    inside: Sequence[tuple[int, Activity]], step: Range, late: Late, computes: Cover,
     computation: Sequence[Activity],
 ) -> tuple[Collective, ...]:  # fmt: skip
-    """A row for each kind and group."""
-    calls: defaultdict[tuple[str, str, int], list[tuple[int, Activity]]] = defaultdict(list)
-    for i, each in inside:
-        if each.said is not None:
-            group = "FSDP2" if each.within.startswith(FSDP) else each.said.group
-            calls[each.said.collective, group, each.said.ranks].append((i, each))
+    """A row for each kind and group. Calls count where they begin, exposed time where it is."""
+    tallies: defaultdict[tuple[str, str, int], _Tally] = defaultdict(_Tally)
     begins = [each.start_s for each in computation]
     by_end = sorted(computation, key=lambda each: each.end_s)
     ends = [each.end_s for each in by_end]
-    found: list[Collective] = []
-    for (kind, group, ranks), members in calls.items():
-        spans = np.array([*_spans(each for _, each in members)])
-        time_s = float((spans[:, 1] - spans[:, 0]).sum())
-        waited_s = sum(late.get(i, 0.0) for i, _ in members)
-        num_bytes = sum(each.said.num_bytes for _, each in members if each.said)
-        moved = num_bytes * SENT.get(kind, 0) * (ranks - 1) / ranks if ranks else 0.0
-        before, after = Counter[str](), Counter[str]()
-        for _, each in members:
-            i, j = bisect_right(ends, each.start_s) - 1, bisect_left(begins, each.end_s)
-            before.update([family_of(by_end[i].name)] if i >= 0 else [])
-            after.update([family_of(computation[j].name)] if j < len(computation) else [])
-        found.append(Collective(
-            kind, group, ranks, len(members), num_bytes / len(members), time_s,
-            exposed_s=time_s - float(computes.within(spans[:, 0], spans[:, 1]).sum()),
-            late_s=waited_s if late else None,
-            bus_bytes_per_s=moved / (time_s - waited_s) if time_s > waited_s else 0.0,
-            blocks=max(each.blocks for _, each in members),
-            before=_most(before), after=_most(after),
-        ))  # fmt: skip
-    return tuple(sorted(found, key=lambda each: -each.exposed_s))
+    reach_s = step.start_s
+    for i, each in inside:
+        said = each.said
+        if said is None:
+            continue
+        group = "FSDP2" if each.within.startswith(FSDP) else said.group
+        tally = tallies[said.collective, group, said.ranks]
+        start_s, end_s = max(each.start_s, reach_s), min(each.end_s, step.end_s)
+        reach_s = max(reach_s, end_s)
+        waited_s = late.get(i, 0.0)
+        if end_s > start_s:
+            tally.exposed_s += end_s - start_s - float(computes.within(start_s, end_s))
+            until_s = min(each.start_s + waited_s, end_s)
+            if until_s > start_s:
+                tally.late_s += until_s - start_s - float(computes.within(start_s, until_s))
+        if each.start_s >= step.start_s:
+            tally.calls += 1
+            tally.time_s += _lasts(each)
+            tally.waited_s += waited_s
+            tally.num_bytes += said.num_bytes
+            tally.blocks = max(tally.blocks, each.blocks)
+            tally.is_known |= i in late
+            j, k = bisect_right(ends, each.start_s) - 1, bisect_left(begins, each.end_s)
+            tally.before.update([family_of(by_end[j].name)] if j >= 0 else [])
+            tally.after.update([family_of(computation[k].name)] if k < len(computation) else [])
+    rows = [tally.row(*key) for key, tally in tallies.items()]
+    return tuple(sorted(rows, key=lambda each: -each.exposed_s))
 
 
 def _most(found: Counter[str]) -> str:

@@ -124,6 +124,10 @@ MECHANISMS = {
         "DDP's buckets", "gradients are summed after the backward that makes them, not beside it",
         "DistributedDataParallel(..., bucket_cap_mb=..., gradient_as_bucket_view=True)",
     ),
+    "FSDP1": _Words(
+        "FSDP2 in place of FSDP1", "FSDP1's collectives and the copies around them take time",
+        "torch.distributed.fsdp.fully_shard, then counterpoint.overlap(model)",
+    ),
     "copies": _Words(
         "peer copies that begin earlier", "copy engines move data, and nothing computes meanwhile",
         "prefetch further ahead; for FSDP2 model.set_modules_to_forward_prefetch(...)",
@@ -141,7 +145,10 @@ def mechanism(each: Collective, trace: Trace) -> str:
     kind, follows_matmul = each.kind, each.before == "matmul"
     if each.group == "FSDP2" and kind in ("all-gather", "reduce-scatter", "all-reduce"):
         return "overlap"
-    if kind == "all-reduce" and "DistributedDataParallel" in trace.marks:
+    if kind in ("all-gather", "reduce-scatter") and "FullyShardedDataParallel" in trace.marks:
+        return "FSDP1"
+    sums = kind == "all-reduce" and "DistributedDataParallel" in trace.marks
+    if sums and "tp" not in each.group.lower():
         return "data parallel"
     if kind == "all-gather" and each.after == "matmul":
         return "all_gather_matmul"

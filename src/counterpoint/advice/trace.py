@@ -2,8 +2,8 @@
 
 import math
 from bisect import bisect_right
-from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -25,9 +25,9 @@ from counterpoint.errors import InputError
 
 GPU = {"kernel", "gpu_memcpy", "gpu_memset", "memcpy", "memset"}
 LAUNCHES = {"cuda_runtime", "cuda_driver", "runtime"}  # AMD's, too
-BLOCKS = ("Synchronize", "cudaMemcpy", "hipMemcpyWithStream")  # the host waits for the GPU in it
+BLOCKS = ("Synchronize", "cudaMemcpy", "hipMemcpyWithStream")  # ends of calls that wait for the GPU
 STEP, LOADER, FSDP = "ProfilerStep#", "enumerate(DataLoader)", "FSDP::"
-NCCL, FRAMEWORKS = "record_param_comms", ("DistributedDataParallel", "Torch-Compiled Region")
+NCCL, FRAMEWORKS = "record_param_comms", ("DistributedDataParallel", "FullyShardedDataParallel")
 MARKS = (STEP, LOADER, FSDP, NCCL, *FRAMEWORKS)
 KEPT = GPU | LAUNCHES | {"cpu_op", "user_annotation"}
 
@@ -39,13 +39,15 @@ class Said(NamedTuple):
         collective: e.g. "all-gather".
         num_bytes: of the larger of what goes in and what comes out; 0: it does not say.
         ranks: of the group; 0: it does not say.
-        group: its name, and what it is for; "" if it does not say.
+        group: what it is for, or its name; "" if it does not say.
+        members: what tells groups apart, of all ranks alike: its name and its ranks.
     """
 
     collective: str
     num_bytes: int
     ranks: int
     group: str
+    members: str
 
 
 class Activity(NamedTuple):
@@ -58,18 +60,20 @@ class Activity(NamedTuple):
         grid: as the trace says it, for comparing kernels.
         said: of a collective.
         within: the range of FSDP2 in which the host launched it, "" for none.
+        step: the profiler's mark in which the host launched it, "" for none.
     """
 
     start_s: float
     end_s: float
     name: str
     kind: int
-    stream: object
+    stream: str
     launched_s: float
     blocks: int
     grid: str
     said: Said | None
     within: str
+    step: str
 
 
 class Range(NamedTuple):
@@ -91,9 +95,9 @@ class Trace:
         activities: in the order of their start, at least one.
         steps: one or several, which lie side by side in time; one where none is marked.
         loading: the host waited for a data loader.
-        blocked: the host waited for the GPU.
+        blocked: the host waited for the GPU, in a thread that launches work.
         marks: ranges of frameworks that were seen, e.g. "FSDP::all_gather".
-        has_graphs: CUDA graphs were launched.
+        others: GPUs of the same process whose activities are left out.
     """
 
     path: Path
@@ -105,7 +109,7 @@ class Trace:
     loading: tuple[Range, ...]
     blocked: tuple[Range, ...]
     marks: frozenset[str]
-    has_graphs: bool
+    others: int
 
     @cached_property
     def starts_s(self) -> Times:
@@ -144,14 +148,13 @@ class _Reader:
 
     def __init__(self) -> None:
         self.gpu: list[Event] = []
-        self.launched: dict[object, tuple[float, object]] = {}  # by correlation: end, thread
-        self.comms: dict[object, Event] = {}  # by external id: what NCCL was called with
+        self.launched: dict[str, tuple[float, str]] = {}  # by correlation: when, and its thread
+        self.comms: dict[str, Event] = {}  # by external id: what NCCL was called with
         self.steps: list[tuple[float, float, str]] = []
         self.loading: list[tuple[float, float, str]] = []
-        self.blocked: list[tuple[float, float, str]] = []
-        self.fsdp: defaultdict[object, list[tuple[float, float, str]]] = defaultdict(list)
+        self.blocked: list[tuple[float, float, str]] = []  # with the thread for a name
+        self.fsdp: defaultdict[str, list[tuple[float, float, str]]] = defaultdict(list)
         self.marks: set[str] = set()
-        self.has_graphs = False
 
     def keep(self, event: Event) -> None:
         if event.get("ph") != "X":
@@ -162,29 +165,31 @@ class _Reader:
         name = str(event.get("name", ""))
         if category == "cpu_op" and not name.startswith(MARKS):
             return
-        start = event.get("ts")
-        lasts = event.get("dur", 0)
-        if not (isinstance(start, int | float) and isinstance(lasts, int | float)):
+        try:
+            start, lasts = float(event.get("ts", "")), float(event.get("dur", 0))
+        except (TypeError, ValueError, OverflowError):
             return
         if not (math.isfinite(start) and 0 <= lasts < math.inf):
             return
         given: Any = event.get("args")
         args: dict[str, Any] = given if isinstance(given, dict) else {}
+        thread = str(event.get("tid"))
         if category in GPU:
-            self.gpu.append({"cat": category, "name": name, "ts": start, "dur": lasts, "args": args,
-                             "tid": event.get("tid")})  # fmt: skip
+            if lasts:
+                self.gpu.append({"cat": category, "name": name, "ts": start, "dur": lasts,
+                                 "args": args, "tid": thread})  # fmt: skip
         elif category in LAUNCHES:
-            self.has_graphs |= "GraphLaunch" in name
-            if "correlation" in args:
-                self.launched[args["correlation"]] = (start + lasts, event.get("tid"))
-            if any(word in name for word in BLOCKS) and "Async" not in name:
-                self.blocked.append((start, start + lasts, name))
+            # a copy that blocks was asked for when its call began
+            asked = start if "Memcpy" in name else start + lasts
+            self.launched[str(args.get("correlation"))] = asked, thread
+            if name.endswith(BLOCKS):
+                self.blocked.append((start, start + lasts, thread))
         elif name == NCCL and "Collective name" in args:
-            self.comms[args.get("External id")] = args
+            self.comms[str(args.get("External id"))] = args
         else:
-            self._keep_mark(name, start, start + lasts, event.get("tid"))
+            self._keep_mark(name, start, start + lasts, thread)
 
-    def _keep_mark(self, name: str, start: float, end: float, thread: object) -> None:
+    def _keep_mark(self, name: str, start: float, end: float, thread: str) -> None:
         """Keep a range that says what the host did."""
         if name.startswith(STEP):
             self.steps.append((start, end, name))
@@ -200,34 +205,41 @@ class _Reader:
 def read_trace(path: Path, read: Callable[[int], None] = lambda _: None) -> Trace:
     """Read what torch.profiler wrote, or any profiler of Kineto's format.
 
+    Of a process with several GPUs the one counts that was busy for longest.
+
     Raises:
         InputError: the file is none, was cut, or no GPU ran in it.
     """
     reader = _Reader()
     facts = read_events(path, reader.keep, read)
-    devices = Counter(each["args"].get("device") for each in reader.gpu)
-    if not reader.gpu:
+    busy: defaultdict[str, float] = defaultdict(float)
+    for each in reader.gpu:
+        busy[str(each["args"].get("device"))] += each["dur"]
+    if not busy:
         want = "a trace in which a GPU ran: profile with ProfilerActivity.CUDA"
         raise InputError("advise", "trace", want=want, got=f"{path}: no activity of a GPU")
-    device = devices.most_common(1)[0][0]
-    events = [each for each in reader.gpu if each["args"].get("device") == device]
+    device = max(busy, key=lambda name: busy[name])
+    events = [each for each in reader.gpu if str(each["args"].get("device")) == device]
     zero = min(each["ts"] for each in events)
-    fsdp = {thread: sorted(ranges) for thread, ranges in reader.fsdp.items()}
-    activities = [_activity(each, reader, fsdp, zero) for each in events]
+    steps = _Ranges(reader.steps)
+    fsdp = {thread: _Ranges(ranges) for thread, ranges in reader.fsdp.items()}
+    activities = [_activity(each, reader, fsdp, steps, zero) for each in events]
     activities.sort(key=lambda each: (each.start_s, each.end_s))
     info: Any = facts.get("distributedInfo") or {}
     known = info if isinstance(info, dict) else {}
+    called = (reader.launched.get(str(each["args"].get("correlation"))) for each in events)
+    launching = {found[1] for found in called if found}
 
-    def shifted(ranges: list[tuple[float, float, str]]) -> tuple[Range, ...]:
+    def shifted(ranges: Iterable[tuple[float, float, str]]) -> tuple[Range, ...]:
         found = (Range((a - zero) * 1e-6, (b - zero) * 1e-6, name) for a, b, name in ranges)
         return tuple(sorted(found))
 
     return Trace(
         path=path, rank=_whole(known.get("rank")), world=max(1, _whole(known.get("world_size"))),
-        gpu=_gpu_of(facts, device), activities=tuple(activities),
-        steps=_steps(activities, shifted(reader.steps)), loading=shifted(reader.loading),
-        blocked=shifted(reader.blocked), marks=frozenset(reader.marks),
-        has_graphs=reader.has_graphs,
+        gpu=_gpu_of(facts, device), activities=tuple(activities), steps=_steps(activities),
+        loading=shifted(reader.loading),
+        blocked=shifted(each for each in reader.blocked if each[2] in launching),
+        marks=frozenset(reader.marks), others=len(busy) - 1,
     )  # fmt: skip
 
 
@@ -238,75 +250,92 @@ def _whole(value: object) -> int:
         return 0
 
 
-def _gpu_of(facts: dict[str, Any], device: object) -> str:
+def _gpu_of(facts: dict[str, Any], device: str) -> str:
     found: Any = facts.get("deviceProperties")
     known = [each for each in found if isinstance(each, dict)] if isinstance(found, list) else []
-    names = {each.get("id"): str(each.get("name", "")) for each in known}
+    names = {str(each.get("id")): str(each.get("name", "")) for each in known}
     return names.get(device) or next(iter(names.values()), "")
 
 
+class _Ranges:
+    """Ranges of a thread, which lie one after another or within another."""
+
+    def __init__(self, ranges: list[tuple[float, float, str]]) -> None:
+        self.ranges = sorted(ranges, key=lambda each: (each[0], -each[1]))
+        self.starts = [start for start, *_ in self.ranges]
+        self.around: list[int] = []  # of each range: that which holds it, -1 for none
+        is_open: list[int] = []
+        for i, (start, *_) in enumerate(self.ranges):
+            while is_open and self.ranges[is_open[-1]][1] < start:
+                is_open.pop()
+            self.around.append(is_open[-1] if is_open else -1)
+            is_open.append(i)
+
+    def at(self, time: float) -> str:
+        """The innermost range at a time; "" for none."""
+        i = -1 if math.isnan(time) else bisect_right(self.starts, time) - 1
+        while i >= 0:
+            if time <= self.ranges[i][1]:
+                return self.ranges[i][2]
+            i = self.around[i]
+        return ""
+
+
+NOWHERE = _Ranges([])
+
+
 def _activity(
-    event: Event, reader: _Reader, fsdp: dict[object, list[tuple[float, float, str]]], zero: float
+    event: Event, reader: _Reader, fsdp: dict[str, _Ranges], steps: _Ranges, zero: float
 ) -> Activity:
     args, name = event["args"], event["name"]
-    launched, thread = reader.launched.get(args.get("correlation"), (math.nan, None))
-    within = _within(fsdp.get(thread, []), launched)
+    launched, thread = reader.launched.get(str(args.get("correlation")), (math.nan, ""))
+    within = fsdp.get(thread, NOWHERE).at(launched)
     kind = kind_of(event["cat"], name)
-    comms = args if "Collective name" in args else reader.comms.get(args.get("External id"))
-    if comms is not None and event["cat"] == "kernel" and kind == COMPUTATION and comms is args:
+    if "Collective name" in args and event["cat"] == "kernel":
         kind = COMMUNICATION
-    if kind == COMPUTATION and within and event["cat"] == "kernel":
+    elif kind == COMPUTATION and within:
         kind = PACKING
+    comms = args if "Collective name" in args else reader.comms.get(str(args.get("External id")))
     grid = args.get("grid")
     blocks = grid if isinstance(grid, list) else []
     return Activity(
-        start_s=(event["ts"] - zero) * 1e-6,
-        end_s=(event["ts"] + event["dur"] - zero) * 1e-6,
-        name=name,
-        kind=kind,
-        stream=args.get("stream", event["tid"]),
+        start_s=(event["ts"] - zero) * 1e-6, end_s=(event["ts"] + event["dur"] - zero) * 1e-6,
+        name=name, kind=kind, stream=str(args.get("stream", event["tid"])),
         launched_s=(launched - zero) * 1e-6,
-        blocks=math.prod(map(_whole, blocks)) if blocks else 0,
-        grid=str(grid),
+        blocks=math.prod(map(_whole, blocks)) if blocks else 0, grid=str(grid),
         said=_said(name, comms or {}, args) if kind == COMMUNICATION else None,
-        within=within,
-    )
-
-
-def _within(ranges: list[tuple[float, float, str]], launched: float) -> str:
-    """The range that began last of those that hold a launch; "" for none."""
-    i = bisect_right(ranges, (launched, math.inf, "")) - 1
-    for start, end, name in reversed(ranges[max(0, i - 3) : i + 1]):  # they are nested 3 deep
-        if start <= launched <= end:
-            return name
-    return ""
+        within=within, step=steps.at(launched if reader.launched else event["ts"]),
+    )  # fmt: skip
 
 
 def _said(name: str, comms: dict[str, Any], args: dict[str, Any]) -> Said:
     elements = max(_whole(comms.get("In msg nelems")), _whole(comms.get("Out msg nelems")))
-    num_bytes = elements * ITEM_BYTES.get(str(comms.get("dtype")), 0) or _whole(args.get("bytes"))
-    group = comms.get("Process Group Description") or comms.get("Process Group Name") or ""
-    said = str(comms.get("Collective name", ""))
-    return Said(collective_of(said, name), num_bytes, _whole(comms.get("Group size")), str(group))
+    item_bytes = ITEM_BYTES.get(str(comms.get("dtype")).removeprefix("c10::"), 0)
+    group, ranks = comms.get("Process Group Name") or "", comms.get("Process Group Ranks") or ""
+    return Said(
+        collective_of(str(comms.get("Collective name", "")), name),
+        elements * item_bytes or _whole(args.get("bytes")), _whole(comms.get("Group size")),
+        str(comms.get("Process Group Description") or group), f"{group} {ranks}",
+    )  # fmt: skip
 
 
-def _steps(activities: list[Activity], marks: tuple[Range, ...]) -> tuple[Range, ...]:
-    """The times of steps on the GPU: from the first work that a step launched to the next one's."""
-    starts: dict[Range, float] = {}
-    ends: dict[Range, float] = {}
-    begins = [mark.start_s for mark in marks]
+def _steps(activities: list[Activity]) -> tuple[Range, ...]:
+    """The times of steps on the GPU: from the first work of one to that of the next.
+
+    That of the stream which computes most: others run ahead, with copies of the next batch, say.
+    """
+    computes: defaultdict[str, float] = defaultdict(float)
     for each in activities:
-        at_s = each.start_s if math.isnan(each.launched_s) else each.launched_s
-        i = bisect_right(begins, at_s) - 1
-        if i >= 0 and at_s <= marks[i].end_s:
-            starts.setdefault(marks[i], each.start_s)
-            ends[marks[i]] = max(ends.get(marks[i], 0.0), each.end_s)
-    found = sorted(starts, key=lambda mark: starts[mark])
+        computes[each.stream] += each.end_s - each.start_s if each.kind == COMPUTATION else 0.0
+    main = max(computes, key=lambda stream: computes[stream])
+    starts: dict[str, float] = {}
+    ends: dict[str, float] = {}
+    for each in activities:
+        if each.step and each.stream == main:
+            starts.setdefault(each.step, each.start_s)
+        ends[each.step] = max(ends.get(each.step, 0.0), each.end_s)
+    found = sorted(starts, key=lambda name: starts[name])
     if not found:
-        return (Range(0.0, max(each.end_s for each in activities), "all"),)
-    stops = [*(starts[mark] for mark in found[1:]), ends[found[-1]]]
-    return tuple(
-        Range(starts[mark], stop, mark.name)
-        for mark, stop in zip(found, stops, strict=True)
-        if stop > starts[mark]
-    )
+        return (Range(0.0, max(ends.values()), "all"),)
+    stops = [*(starts[name] for name in found[1:]), ends[found[-1]]]
+    return tuple(Range(starts[name], stop, name) for name, stop in zip(found, stops, strict=True))

@@ -13,6 +13,7 @@ IDLE = {
     "synchronizing": "GPU idle, as the host had waited for it",
     "host copies": "GPU idle but for copies from and to the host",
     "dependencies": "GPU idle, though work had been launched",
+    "unknown": "GPU idle, for a cause that the trace does not say",
 }
 
 
@@ -55,6 +56,12 @@ def largest(report: Said) -> str:
     return f"Largest loss: {name}, {ms(seconds)} of {ms(first.time_s)} ms ({share:.0%})"
 
 
+def speedup(time_s: float, saves_s: float) -> str:
+    """What a step gains that is so much shorter."""
+    left_s = time_s - saves_s
+    return f"{time_s / left_s:.2f}x" if left_s > 0.001 * time_s else "over 1000x"
+
+
 def ms(seconds: float) -> str:
     """Milliseconds with three digits that count."""
     value = seconds * 1e3
@@ -85,7 +92,7 @@ def remedy_cells(each: Remedy, time_s: float) -> list[str]:
     """What to do, why, at most, by measured cases, the line."""
 
     def won(saves_s: float) -> str:
-        return f"{ms(saves_s)} ms, {time_s / max(time_s - saves_s, 1e-9):.2f}x"
+        return f"{ms(saves_s)} ms, {speedup(time_s, saves_s)}"
 
     if each.saves_s is None:
         likely = "not measured"
@@ -99,7 +106,7 @@ def remedy_cells(each: Remedy, time_s: float) -> list[str]:
 
 def slowed(losses: Losses) -> str:
     """What computation lost beside communication, and how much of that is known."""
-    known = losses.slowed_known
+    known = losses.compared_s / losses.beside_s if losses.beside_s else 1.0
     part = "" if known > 0.99 else f", of the {known:.0%} that also ran alone"
     return f"kernels beside communication took {ms(losses.slowed_s)} ms longer{part}"
 
