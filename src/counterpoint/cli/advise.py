@@ -36,7 +36,7 @@ def advise(
         int, typer.Option(min=-1, help="N of ProfilerStep#N; -1: the mean of all.")
     ] = -1,
     machine: Annotated[
-        str, typer.Option(help="Whose links are compared with, such as h100-8; by default the trace's GPU.")
+        str, typer.Option(help="Whose links are compared, such as h100-8; else the trace's GPU.")
     ] = "",
     html: Annotated[
         Path | None, typer.Option(help="A page with all of it, to this .html.", show_default=False)
