@@ -17,7 +17,7 @@ predicted from it: `Overlapped.predict`."""
 import gc
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from statistics import median
 from typing import Any
@@ -154,6 +154,10 @@ class ByCopyEngines:
         )
 
 
+# how it is set up and ended, and its step
+Arm = tuple[Callable[[], Any], Callable[[], Any], Callable[[], Tensor]]
+
+
 class Lab:
     """One FSDP2 model, the same layers without it, and how each arm is set up."""
 
@@ -262,13 +266,11 @@ class Lab:
         """Two reduce-scatters may be on their way."""
         self.model.set_reduce_scatter_max_input_buffers(2 if on else 1)  # type: ignore[operator]
 
-    def setting(
-        self, set_to: Callable[[bool], None]
-    ) -> tuple[Callable[[], Any], Callable[[], Any], Callable[[], Tensor]]:
+    def setting(self, set_to: Callable[[bool], None]) -> Arm:
         """An arm of torch's own way with one of its settings."""
         return partial(set_to, True), partial(set_to, False), self.step
 
-    def arms(self) -> dict[str, tuple[Callable[[], Any], Callable[[], Any], Callable[[], Tensor]]]:
+    def arms(self) -> dict[str, Arm]:
         """Of each arm: how it is set up and ended, and its step."""
         nothing = lambda: None  # noqa: E731
         found = {
@@ -343,7 +345,27 @@ def rows(case: Case, bench: Bench) -> list[Row]:
     facts, peak = differences(lab)
     if max(facts["gradients_off"] / max(facts["torchs_own_off"], 1e-3), facts["loss_off"]) > 10:
         raise AssertionError(f"gradients are wrong: {facts}")
-    arms, times = lab.arms(), dict[str, list[float]]()
+    slowest = rotated(lab.arms(), case, bench)
+    del lab
+    gc.collect()
+    if bench.on_gpu:
+        torch.cuda.empty_cache()
+    return [
+        {
+            "arm": name, "mode": "eager", "median_s": median(of) / 1e3,
+            "rounds_ms": [round(t, 3) for t in of], "peak_bytes": peak.get(name, 0),
+            "predicted_ms": round(predicted.get(name, 0.0), 3),
+            "predicted_of_ms": round(predicted.get("computation", 0.0), 3),
+            "baseline_over_arm": median(a / b for a, b in zip(slowest[AS_IS], of, strict=True)),
+            **facts,
+        }
+        for name, of in slowest.items()
+    ]  # fmt: skip
+
+
+def rotated(arms: Mapping[str, Arm], case: Case, bench: Bench) -> dict[str, list[float]]:
+    """Milliseconds of each round of each arm, of the slowest rank."""
+    times: dict[str, list[float]] = {}
     for name, (begin, end, step) in arms.items():
         begin()
         step(), step()
@@ -361,22 +383,7 @@ def rows(case: Case, bench: Bench) -> list[Row]:
             times[name].append(timed_ms(step, bench))
             end()
     every = bench.gathered(times)
-    slowest = {n: [max(each) for each in zip(*(e[n] for e in every), strict=True)] for n in times}
-    del lab, arms
-    gc.collect()
-    if bench.on_gpu:
-        torch.cuda.empty_cache()
-    return [
-        {
-            "arm": name, "mode": "eager", "median_s": median(of) / 1e3,
-            "rounds_ms": [round(t, 3) for t in of], "peak_bytes": peak.get(name, 0),
-            "predicted_ms": round(predicted.get(name, 0.0), 3),
-            "predicted_of_ms": round(predicted.get("computation", 0.0), 3),
-            "baseline_over_arm": median(a / b for a, b in zip(slowest[AS_IS], of, strict=True)),
-            **facts,
-        }
-        for name, of in slowest.items()
-    ]  # fmt: skip
+    return {n: [max(each) for each in zip(*(e[n] for e in every), strict=True)] for n in times}
 
 
 def timed_ms(step: Callable[[], Tensor], bench: Bench) -> float:

@@ -49,7 +49,7 @@ SHORT_S = {
     "evaluate": 10, "compile": 34, "soak": 5, "attention": 5, "embedding_gradient": 5,
     "norms": 5, "fp8": 10, "attention_replay": 3, "overlap_replay": 2, "epilogue": 3,
     "expert_layer": 4, "invariant": 3, "two_islands": 16, "prefill": 4, "decode_experts": 3,
-    "fsdp": 15, "fsdp_models": 10, "expert_calls": 8, "transformers_experts": 0,
+    "fsdp": 15, "fsdp_models": 10, "expert_calls": 8, "transformers_experts": 0, "advise": 0,
 }  # fmt: skip
 
 

@@ -15,7 +15,7 @@ NAMES = (
     "attention", "steps", "training", "resources", "copies", "transports", "losses", "ficco",
     "evaluate", "compile", "soak", "norms", "fp8", "attention_replay", "epilogue", "expert_layer",
     "invariant", "overlap_replay", "two_islands", "prefill", "decode_experts", "fsdp",
-    "fsdp_models", "expert_calls", "transformers_experts",
+    "fsdp_models", "expert_calls", "transformers_experts", "advise",
 )  # fmt: skip
 # with --paper: a paper's own experiments, at its sizes
 PAPER = {name: f"paper_{name}"

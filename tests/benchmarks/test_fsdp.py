@@ -9,7 +9,7 @@ from on_ranks import on_ranks
 from torch.distributed.distributed_c10d import _get_default_group as world
 from torch.distributed.fsdp import FSDPModule
 
-from benchmarks import fsdp, fsdp_models
+from benchmarks import advise, fsdp, fsdp_models
 from benchmarks.declare import Bench
 from benchmarks.rows import results
 
@@ -24,6 +24,29 @@ def test_all_arms_of_a_step(rank: int, ranks: int):
             arms.append(fsdp.BUFFERS)
         assert [row["arm"] for row in rows] == arms
         assert all(len(row["rounds_ms"]) == 2 and row["gradients_off"] == 0 for row in rows)
+
+
+@on_ranks(2)
+def test_arms_of_a_step_that_is_advised(rank: int, ranks: int):
+    """Without a GPU there is nothing to advise; its arms are timed all the same."""
+    bench = Bench(world(), torch.device("cpu"), rounds=2)
+    rows = advise.rows(fsdp.case_of("eager", 16, width="toy"), bench)
+    assert [row["arm"] for row in rows] == [fsdp.AS_IS, fsdp.COMPUTE, fsdp.OURS]
+    assert not any(name.startswith("advised") for row in rows for name in row)
+
+
+def test_a_table_of_advice():
+    """What is lost and saved, and how far from true."""
+    said = {"advised_exposed_ms": 5.0, "advised_packing_ms": 3.0, "advised_slowed_ms": 2.0,
+            "advised_saves_ms": 4.5}  # fmt: skip
+    made = dict.fromkeys(("date", "commit", "gpu", "torch", "driver", "nccl", "triton"), "x")
+    made |= {"ranks": 2, "num_gpus": 2, "multicast": False, "nvls": False}
+    rows = [
+        {"case": "eager 2048", "arm": name, "mode": "eager", "median_s": median_s, **said, **made}
+        for name, median_s in ((fsdp.AS_IS, 0.050), (fsdp.COMPUTE, 0.038), (fsdp.OURS, 0.045))
+    ]
+    text = advise.advise_table(rows)
+    assert "10.0 of 12.0 (-17%)" in text and "4.5 of 5.0 (-10%)" in text
 
 
 @pytest.mark.drawn(4)
