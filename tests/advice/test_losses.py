@@ -225,6 +225,10 @@ def test_collectives_that_cross_the_end_of_a_step(tmp_path):
     assert three_steps(tmp_path, trace) == [(1000, 100), (1000, 100), (1200, 300)]
     rows = [advise(path, step=n).losses[0].collectives[0] for n in range(3)]
     assert [(us(row.exposed_s), row.calls) for row in rows] == [(100, 1), (100, 1), (300, 1)]
+    trace.step(3, 300, 100).gpu("gemm", 3100, 500, asked=310)
+    last = advise(trace.write(path), step=3)
+    (row,) = last.losses[0].collectives  # one that came in, and none that began
+    assert (us(row.exposed_s), row.calls, row.num_bytes) == (0, 0, 0) and last.verdict
 
 
 def test_rows_that_overlap_add_up_to_what_is_exposed(tmp_path):

@@ -221,7 +221,7 @@ def _mean_row(rows: Sequence[Collective], n: int) -> Collective:
     most = max(rows, key=lambda row: row.calls)
     return Collective(
         kind=most.kind, group=most.group, ranks=most.ranks, calls=calls / n,
-        num_bytes=sum(row.num_bytes * row.calls for row in rows) / calls, time_s=time_s / n,
+        num_bytes=sum(row.num_bytes * row.calls for row in rows) / max(1, calls), time_s=time_s / n,
         exposed_s=sum(row.exposed_s for row in rows) / n,
         late_s=sum(waited) / n if waited else None,
         bus_bytes_per_s=sum(

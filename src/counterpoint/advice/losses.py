@@ -280,6 +280,7 @@ def _collectives(
         start_s, end_s = max(each.start_s, reach_s), min(each.end_s, step.end_s)
         reach_s = max(reach_s, end_s)
         waited_s = late.get(i, 0.0)
+        tally.is_known |= i in late
         if end_s > start_s:
             tally.exposed_s += end_s - start_s - float(computes.within(start_s, end_s))
             until_s = min(each.start_s + waited_s, end_s)
@@ -291,7 +292,6 @@ def _collectives(
             tally.waited_s += waited_s
             tally.num_bytes += said.num_bytes
             tally.blocks = max(tally.blocks, each.blocks)
-            tally.is_known |= i in late
             j, k = bisect_right(ends, each.start_s) - 1, bisect_left(begins, each.end_s)
             tally.before.update([family_of(by_end[j].name)] if j >= 0 else [])
             tally.after.update([family_of(computation[k].name)] if k < len(computation) else [])

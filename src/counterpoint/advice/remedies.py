@@ -192,7 +192,8 @@ def _of_collectives(name: str, rows: Sequence[Collective], losses: Losses, trace
         bound_s += losses.packing_s + losses.slowed_s
         size = bound_s / losses.time_s
     elif name == "data parallel":  # nothing can hide the last bucket
-        bound_s = max(0.0, bound_s - sum(each.time_s / each.calls for each in rows))
+        last_s = sum(each.time_s / max(1.0, each.calls) for each in rows)
+        bound_s = max(0.0, bound_s - last_s)
     ranks = max(each.ranks for each in rows) or trace.world
     gain = nearest(name, size, ranks, trace.gpu)
     words = MECHANISMS[name]
