@@ -148,3 +148,13 @@ def test_the_site_builds_without_a_warning_and_fetches_nothing(tmp_path: Path):
         assert loaded and not [each for each in loaded if ":" in each or each.startswith("//")]
     styles = "".join(page.read_text() for page in tmp_path.rglob("*.css"))
     assert not re.findall(r"url\(['\"]?(?:https?:|//)|@import", styles)
+
+
+def test_contributing_names_files_that_are_there():
+    """In 300 words; what stands for an operator's name is that of one that exists."""
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    assert len(text.split()) <= 300
+    paths = re.findall(r"`((?:src|tests|benchmarks)/[\w/<>.-]*)`", text)
+    assert len(paths) >= 9
+    for path in paths:
+        assert (ROOT / path.replace("<operator>", "matmul_all_reduce")).exists(), path
