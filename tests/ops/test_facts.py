@@ -101,9 +101,9 @@ TABLE: dict[str, dict[str, str | tuple[str, ...]]] = {
 NOT_COLLECTIVE = {
     "Choice", "Costs", "CounterpointError", "CounterpointWarning", "DeviceSpec", "InputError",
     "LinkSpec", "Machine", "Overlapped", "PeerTimeoutError", "Plan", "PlanError", "Problem",
-    "Routes", "Scaled", "Timeline", "UnsupportedError", "bind", "build", "choose",
-    "compile_options", "estimate", "explain", "overlap", "preset", "profile", "run_on_ranks",
-    "tune", "validate",
+    "Report", "Routes", "Scaled", "Timeline", "UnsupportedError", "advise", "bind", "build",
+    "choose", "compile_options", "estimate", "explain", "overlap", "preset", "profile",
+    "run_on_ranks", "tune", "validate",
     "nn.ColumnParallelLinear", "nn.RowParallelLinear", "nn.FullyShardedLinear",
     "nn.ExpertParallelMLP", "nn.ShardedEmbeddingBags", "nn.RowWiseAdagrad", "nn.SGD", "nn.to_fp8",
 }  # fmt: skip

@@ -26,35 +26,39 @@ if TYPE_CHECKING:
 LARGE = 50_000_000  # bytes of files whose reading shows a bar
 
 
+Traces = Annotated[
+    list[Path] | None,
+    typer.Argument(
+        help="Of torch.profiler, .json or .json.gz, of one rank or several.", show_default=False
+    ),
+]
+Step = Annotated[int, typer.Option(min=-1, help="N of ProfilerStep#N; -1: the mean of all.")]
+Links = Annotated[
+    str, typer.Option(help="Whose links are compared, such as h100-8; else the trace's GPU.")
+]
+Page = Annotated[
+    Path | None, typer.Option(help="A page with all of it, to this .html.", show_default=False)
+]
+Picture = Annotated[
+    Path | None,
+    typer.Option(help="The step as a picture, to this .png, .svg or .pdf.", show_default=False),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Facts as JSON, in SI units.")]
+Name = Annotated[
+    str, typer.Option(help="Instead of traces: a model or its config.json; predicted.")
+]
+Gpus = Annotated[int, typer.Option(min=0, max=65536, help="With --model: GPUs in all.")]
+Tokens = Annotated[
+    int, typer.Option(min=0, max=2**30, help="With --model: of a GPU's sequence; 0: its own.")
+]
+Tp = Annotated[int, typer.Option(min=1, max=4096, help="With --model: tensor parallel.")]
+Ep = Annotated[int, typer.Option(min=1, max=4096, help="With --model: expert parallel.")]
+
+
 def advise(
-    traces: Annotated[
-        list[Path] | None,
-        typer.Argument(help="Of torch.profiler, .json or .json.gz, of one rank or several.",
-                       show_default=False),
-    ] = None,
-    step: Annotated[
-        int, typer.Option(min=-1, help="N of ProfilerStep#N; -1: the mean of all.")
-    ] = -1,
-    machine: Annotated[
-        str, typer.Option(help="Whose links are compared, such as h100-8; else the trace's GPU.")
-    ] = "",
-    html: Annotated[
-        Path | None, typer.Option(help="A page with all of it, to this .html.", show_default=False)
-    ] = None,
-    picture: Annotated[
-        Path | None,
-        typer.Option(help="The step as a picture, to this .png, .svg or .pdf.", show_default=False),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Facts as JSON, in SI units.")] = False,
-    model: Annotated[
-        str, typer.Option(help="Instead of traces: a model or its config.json; predicted.")
-    ] = "",
-    gpus: Annotated[int, typer.Option(min=0, max=65536, help="With --model: GPUs in all.")] = 8,
-    tokens: Annotated[
-        int, typer.Option(min=0, max=2**30, help="With --model: of a GPU's sequence; 0: its own.")
-    ] = 0,
-    tp: Annotated[int, typer.Option(min=1, max=4096, help="With --model: tensor parallel.")] = 1,
-    ep: Annotated[int, typer.Option(min=1, max=4096, help="With --model: expert parallel.")] = 1,
+    traces: Traces = None, step: Step = -1, machine: Links = "", html: Page = None,
+    picture: Picture = None, as_json: AsJson = False, model: Name = "", gpus: Gpus = 8,
+    tokens: Tokens = 0, tp: Tp = 1, ep: Ep = 1,
 ) -> None:  # fmt: skip
     """Say what a step loses to communication, and which line wins it back.
 
