@@ -54,9 +54,12 @@ def moved(head: Row) -> int:
 
 
 def write(path: Path = PATH) -> None:
-    """Write the file that comes with the library."""
-    content = {name: gains_of(name, *arms) for name, arms in ARMS.items()}
-    path.write_text(json.dumps(content, indent=1) + "\n")
+    """Write the file that comes with the library, a case a line."""
+    lists = [
+        f"{json.dumps(name)}: [\n" + ",\n".join(map(json.dumps, gains_of(name, *arms))) + "\n]"
+        for name, arms in ARMS.items()
+    ]
+    path.write_text("{\n" + ",\n".join(lists) + "\n}\n")
 
 
 if __name__ == "__main__":
