@@ -18,7 +18,7 @@ HOUSE = ROOT / "src" / "counterpoint"
 # lines of code of each folder, as they are: a change that needs more says why, and edits this table
 CODE = {
     ".": 1609, "adapters": 2370, "advice": 1347, "choose": 557, "cli": 2242, "fsdp": 1888,
-    "kernels": 2767, "measure": 2012, "model": 667, "nn": 996, "ops": 6840, "plan": 5573,
+    "kernels": 2767, "measure": 2012, "model": 667, "nn": 996, "ops": 6845, "plan": 5573,
     "resources": 1413, "runtime": 6709, "scale": 2598, "testing": 344,
 }  # fmt: skip
 CODE_OF_BENCHMARKS = 12627

@@ -256,6 +256,23 @@ def test_an_operator_comes_with_those_of_its_backward(op: str, needed: str):
     assert found.strip() == "True"
 
 
+def test_a_program_that_compiles_nothing_loads_no_compiler():
+    """Its import would take two seconds of each start of each rank."""
+    loaded = fresh(
+        "import sys, torch, counterpoint as cp, torch.distributed as dist\n"
+        "from counterpoint import nn\n"
+        "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
+        "x, w = torch.randn(4, 8, requires_grad=True), torch.randn(8, 8, requires_grad=True)\n"
+        "layer = nn.ExpertParallelMLP(8, 16, 2, dtype=torch.float32)\n"
+        "for y in (cp.all_gather_matmul(x, w), layer(x, logits=x[:, :2], top_k=1)):\n"
+        "    y.sum().backward()\n"
+        "each = torch.arange(4)\n"
+        "cp.embedding_bag_all_to_all([w], each, each, mode='sum').sum().backward()\n"
+        "print('torch._dynamo' in sys.modules)\n"
+    )
+    assert loaded == "False\n"
+
+
 @pytest.mark.parametrize(
     "file", [f for f in FILES if f.startswith(("plan/", "model/", "choose/", "scale/"))]
 )

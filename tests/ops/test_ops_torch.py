@@ -19,6 +19,7 @@ import counterpoint as cp
 from counterpoint import Problem, all_gather_matmul, build, matmul_reduce_scatter
 from counterpoint.operators import IMPLEMENTED, implementation
 from counterpoint.ops.declare import _where_it_belongs
+from counterpoint.ops.register import as_a_constant
 from counterpoint.runtime.workspace import workspace_of
 
 GATHER = Case("all_gather_matmul", "graded", (3, 3), 5, 4, bias=True)
@@ -210,3 +211,9 @@ def test_an_operator_runs_on_the_gpu_of_its_tensors(monkeypatch: pytest.MonkeyPa
         assert run(*given) == len(given)
     assert run(torch.ones(2), None, []) == 3
     assert entered == [torch.device("cuda", 3)] * 3 * (current != 3)
+
+
+def test_a_function_is_marked_as_torch_marks_one_of_a_constant_result():
+    ours, theirs = as_a_constant(lambda: 1), lambda: 1
+    torch.compiler.assume_constant_result(theirs)
+    assert vars(ours) == vars(theirs)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._compile import _disable_dynamo  # pyright: ignore[reportPrivateUsage]
 
 from counterpoint.errors import InputError
 from counterpoint.ops.agreement import left
@@ -116,7 +117,7 @@ def called(
     tables, indices, offsets, weights, _, last, _, _, _, out, _ = given
     if torch.compiler.is_compiling():
         if out is not None:
-            return _between_graphs(given, sparse, group, update)
+            return _pooled_outputs_take_turns(given, sparse, group, update)
         asked = Asked._make(given)
         return _operator(asked, described(asked, sparse, group), group, update)
     if transformed() or (num_dispatch_modes() and is_fake(indices)):
@@ -146,9 +147,9 @@ def called(
         raise
 
 
-@torch.compiler.disable(reason="outputs of counterpoint.PooledOutputs take turns")  # pyright: ignore[reportUntypedFunctionDecorator]
-def _between_graphs(*given: Any) -> Tensor:
-    """A call that a compiler leaves out: no graph may return the same memory each other time."""
+@_disable_dynamo  # torch.compiler.disable would import torch._dynamo with this module
+def _pooled_outputs_take_turns(*given: Any) -> Tensor:
+    """A call between graphs: none may return the same memory each other time."""
     return called(*given)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from counterpoint.errors import CounterpointError, InputError
 from counterpoint.ops.agreement import agree, checking, left, note, note_known, refused
 from counterpoint.ops.check import asked_of, check_dense, check_group, check_place, is_fake
-from counterpoint.ops.register import refuse_double, register
+from counterpoint.ops.register import as_a_constant, refuse_double, register
 from counterpoint.ranges import whole
 from counterpoint.runtime import tell_routes
 from counterpoint.runtime.counted import rows_by_rank
@@ -152,7 +152,7 @@ def check_capacity(op: str, capacity: object, max_rows: int | None) -> None:
         raise InputError(op, "max_rows", want='given with capacity="drop"', got=None)
 
 
-@torch.compiler.assume_constant_result
+@as_a_constant
 def num_islands(group_name: str, device: str) -> int:
     """How many islands ranks are on; collective at their first call."""
     return workspace_of(group_of(group_name), torch.device(device)).islands.number

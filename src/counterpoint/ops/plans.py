@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from counterpoint.errors import InputError, PlanError
 from counterpoint.ops.auto import choose_spec, knowledge_of
 from counterpoint.ops.batch_invariant import in_mode
+from counterpoint.ops.register import as_a_constant
 from counterpoint.plan.families import build
 from counterpoint.plan.invariant import WORD, said, says
 from counterpoint.plan.operation import operation_of
@@ -135,7 +135,7 @@ def family_of(plan: str) -> str:
     return own.family if own else (plan.split() or [""])[0]
 
 
-@torch.compiler.assume_constant_result  # of a layer's own backward, which a compiler traces
+@as_a_constant  # of a layer's own backward, which a compiler traces
 def backward_plan(op: str, plan: str, rows: Sequence[int] = ()) -> str:
     """The plan of a backward operator whose forward was asked for with `plan`.
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +14,8 @@ from counterpoint.operators import ALONE, IMPLEMENTED, WITHOUT_GRADIENT, Impleme
 from counterpoint.ops.declare import refuse_forward_mode
 from counterpoint.runtime.notice_board import NoticeBoard
 from counterpoint.runtime.workspace import workspaces
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 DOUBLE = (
     "counterpoint: double backward (a gradient of a gradient) is not supported; "
@@ -51,6 +53,12 @@ def register(
     IMPLEMENTED[op] = Implementation(run, fake, backward, save, transformed)
     if flops is not None:
         register_flop_formula(getattr(torch.ops.counterpoint, op))(flops)
+
+
+def as_a_constant(fn: F) -> F:
+    """As torch.compiler.assume_constant_result, which imports torch._dynamo: 2 s of each start."""
+    fn._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return fn
 
 
 Forward = tuple[NoticeBoard | None, int]  # of which group a call was, and its number

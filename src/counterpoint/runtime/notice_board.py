@@ -63,7 +63,7 @@ BOARD_BYTES = LINE_BYTES + 2 * NOTE_BYTES + PAGE_BYTES
 MAX_FACTS = 4096  # calls that are known in words
 
 YIELDS = 300  # some tenths of a millisecond, then sleep: ranks may outnumber cores
-SLEEP_S = 50e-6
+SLEEPS_S = 50e-6, 2e-3  # at least and at most; between them a sixteenth of what has been waited
 LOOK_EVERY_S = 0.02
 SAY_AFTER_S = 10.0  # who waits for whom; with a shorter bound at half of it
 DEAD_S = 1.0  # for which a GPU may still be at work that a rank which has died has posted
@@ -719,13 +719,13 @@ class Late:
         if self._polls < YIELDS and done is None:
             os.sched_yield()
             return
+        now_s = time.monotonic()
         if not self._start_s:
-            self._start_s = self._look_s = time.monotonic()
+            self._start_s = self._look_s = now_s
         if done is None:
-            time.sleep(SLEEP_S)
+            time.sleep(sorted((*SLEEPS_S, (now_s - self._start_s) / 16))[1])
         elif done.wait(LOOK_EVERY_S):
             return
-        now_s = time.monotonic()
         if now_s - self._look_s > LOOK_EVERY_S:
             self._look_s = now_s
             self._look(r, now_s - self._start_s)
