@@ -37,10 +37,7 @@ FIRST = (
     "test_batch_invariant_gpu", "test_experts_fused_gpu", "test_routes_on_device_gpu",
     "test_all_reduce_norm_gpu", "test_embedding_gpu",
 )  # fmt: skip
-# files that count free memory or measure time
-ALONE = (
-    "test_islands_gpu", "test_overlap_ops", "test_profile", "test_replay_gpu", "test_sharing_gpu",
-)  # fmt: skip
+ALONE = "alone"  # the mark of tests that count free memory or measure time
 LOG_LINES = 120  # of what a part printed, where it failed
 # of a table in short form; with those above at most 600 where nothing hangs
 SHORT_S = {
@@ -64,7 +61,9 @@ class Part(NamedTuple):
 
 
 def tests(gpus: int, limit_s: int, out: Path, *options: str) -> dict[str, Part]:
-    """The files of GPU tests, the longest first: each has processes of its own.
+    """The files of GPU tests, the longest first, and behind them what they have to run alone.
+
+    Each has processes of its own.
 
     Args:
         gpus: how many.
@@ -78,11 +77,15 @@ def tests(gpus: int, limit_s: int, out: Path, *options: str) -> dict[str, Part]:
     pytest += ["-o", f"faulthandler_timeout={limit_s // 2}"]
     pytest += ["-p", "benchmarks.support", "--rows", str(out / f"support-{gpus}x.jsonl"), *options]
     files = sorted((ROOT / "tests" / "gpu").glob("test_*.py"))
-    files.sort(key=lambda f: (f.stem in ALONE, f.stem not in FIRST))
-    return {
-        f.stem: Part([*launcher, *pytest, str(f.relative_to(ROOT))], limit_s, f.stem not in ALONE)
-        for f in files
-    }
+    files.sort(key=lambda f: f.stem not in FIRST)
+
+    def part(file: Path, which: str) -> Part:
+        command = [*launcher, *pytest, "-m", which, str(file.relative_to(ROOT))]
+        return Part(command, limit_s, which != ALONE)
+
+    parts = {f.stem: part(f, f"not {ALONE}") for f in files}
+    marked = [f for f in files if f"pytest.mark.{ALONE}" in f.read_text()]
+    return parts | {f"{f.stem} {ALONE}": part(f, ALONE) for f in marked}
 
 
 def separate(suite: str, out: Path, gpus: int) -> dict[str, Part]:
@@ -119,7 +122,8 @@ def run_separate(parts: Mapping[str, Part], out: Path, total_s: float) -> list[s
         part, log, start_s = parts[name], out / f"{name}.log", time.monotonic()
         limit_s = min(part.limit_s, max(0, deadline_s - start_s))
         with log.open("w") as file:
-            code = run([sys.executable, *part.arguments], limit_s, out / "cache" / name, file)
+            cache = out / "cache" / name.split()[0]
+            code = run([sys.executable, *part.arguments], limit_s, cache, file)
         lines = log.read_text(errors="replace").splitlines() or ["it printed nothing"]
         shown = lines[-LOG_LINES:] if code else lines[-1:]
         took_s = time.monotonic() - start_s

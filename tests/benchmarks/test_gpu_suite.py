@@ -23,13 +23,19 @@ for name in names:
 """
 
 
-FILES = {f.stem for f in (gpu_suite.ROOT / "tests" / "gpu").glob("test_*.py")}
+FILES = {f.stem: f for f in (gpu_suite.ROOT / "tests" / "gpu").glob("test_*.py")}
+TESTS = {*FILES, *(f"{name} alone" for name, f in FILES.items() if "mark.alone" in f.read_text())}
 
 
 def test_the_short_suite_is_all_tests_and_every_table_in_ten_minutes(tmp_path: Path):
     found = gpu_suite.separate("short", tmp_path, 2)
-    assert set(found) == {*FILES, "characterize"} and set(gpu_suite.SHORT_S) == set(NAMES)
-    assert list(found)[-1] == "characterize" and {*gpu_suite.ALONE, *gpu_suite.FIRST} < FILES
+    assert set(found) == {*TESTS, "characterize"} and set(gpu_suite.SHORT_S) == set(NAMES)
+    assert list(found)[-1] == "characterize" and {*gpu_suite.FIRST} < {*FILES}
+    alone = {name: part for name, part in found.items() if not part.beside}
+    assert len(alone) == len(TESTS) - len(FILES) + 1 > 6
+    assert all(
+        ("alone" in part.arguments) == name.endswith(" alone") for name, part in found.items()
+    )
     seconds = gpu_suite.TESTS_S + gpu_suite.CHARACTERIZE_S + gpu_suite.START_S
     assert seconds + sum(gpu_suite.SHORT_S.values()) <= 600
 
@@ -37,7 +43,7 @@ def test_the_short_suite_is_all_tests_and_every_table_in_ten_minutes(tmp_path: P
 @pytest.mark.parametrize("suite", [*NAMES, "tests", "characterize", "sanitize"])
 def test_a_long_suite_has_its_parts_alone(suite: str, tmp_path: Path):
     found = gpu_suite.separate(suite, tmp_path, 2)
-    assert set(found) == (FILES if suite == "tests" else {suite} - set(NAMES))
+    assert set(found) == (TESTS if suite == "tests" else {suite} - set(NAMES))
     assert all(part.limit_s < 600 for part in found.values())
 
 

@@ -74,6 +74,7 @@ def test_bits_of_parameters_that_are_sharded_by_columns(gpus, exact, memory):
     overlapped.off()
 
 
+@pytest.mark.own_gpu
 @pytest.mark.parametrize("memory", MEMORY)
 def test_copy_engines_move_all_of_it(gpus, memory):
     ranks, rank = dist.get_world_size(), dist.get_rank()

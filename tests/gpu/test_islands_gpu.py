@@ -146,6 +146,7 @@ def test_embedding_bags_are_those_of_fp64_eager_and_captured(gpus, bags, dtype):
                     del graph
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("op", OPERATORS)
 def test_a_thousand_calls_of_varying_sizes_leave_memory_flat(gpus, op):
     """Each is compared with the library's, and the second half takes no memory."""
@@ -189,6 +190,7 @@ def test_an_island_that_is_missing_is_named_and_the_gpu_drains(gpus):
     dist.barrier()
 
 
+@pytest.mark.alone
 def test_a_workspace_finds_the_communicator_of_the_last_one_unless_it_was_ended(gpus):
     """Memory stays flat over released groups, and an ended one's turn is over on all ranks."""
     group = dist.new_group()

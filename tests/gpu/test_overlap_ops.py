@@ -160,6 +160,7 @@ def test_a_thousand_replays_mixed_with_eager_calls(groups, op, ranks):
     assert not found, f"{op}: replays with wrong bits: {found}"
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("op", [AG, RS])
 def test_memory_is_flat_over_a_thousand_calls_of_varying_m(groups, op):
     group = dist.group.WORLD

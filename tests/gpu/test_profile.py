@@ -27,6 +27,7 @@ CALLS = [
 ]
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(("op", "spec"), CALLS, ids=" ".join)
 def test_timeline_spans_the_time_that_events_measure(gpus, op, spec):
     x, w = large(op)

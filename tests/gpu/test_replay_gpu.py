@@ -73,6 +73,7 @@ def test_replays_on_other_streams_and_beside_eager_plans(gpus):
     cp.check()
 
 
+@pytest.mark.alone
 def test_memory_is_flat_over_a_thousand_calls(gpus):
     x, w = (
         torch.randn(128, 512, device=gpus).bfloat16(),
@@ -153,6 +154,7 @@ def test_graphs_are_bounded(gpus, monkeypatch):
     cp.check()
 
 
+@pytest.mark.alone
 @pytest.mark.own_gpu
 def test_a_graph_takes_little_memory(gpus):
     w = torch.randn(256, 128, device=gpus).bfloat16()

@@ -184,6 +184,7 @@ def a_thousand_calls(gpus, sizes, uneven, call):
     assert int(wrong) == 0
 
 
+@pytest.mark.alone
 def test_a_thousand_calls_of_varying_sizes_leave_memory_flat(gpus):
     every, plans = dist.get_world_size() * LOCAL, dict(cases())
 

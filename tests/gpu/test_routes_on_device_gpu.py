@@ -195,6 +195,7 @@ def test_the_kernel_tells_what_torch_tells(gpus):
     assert torch.equal(got, want)
 
 
+@pytest.mark.alone
 def test_a_thousand_calls_of_varying_sizes_leave_memory_flat(gpus):
     every, most = dist.get_world_size() * LOCAL, dist.get_world_size() * 96 * TOP
 

@@ -93,6 +93,7 @@ def test_calls_again_and_again_with_a_late_rank(gpus):
             assert loop.error() <= loop.tolerance, i
 
 
+@pytest.mark.alone
 def test_a_delay_lasts_as_long_as_asked(gpus):
     delay = Delay(gpus)
     for seconds in (5e-6, 50e-6):
