@@ -8,6 +8,10 @@
 Cases are drawn by a seed, which pytest prints. Each value of each parameter is among them where
 their number allows it, then as many pairs of values of two parameters as it allows.
 
+A test that goes through cases of its own takes some of them by the fixture `draw`:
+
+    for size in draw(SIZES, 2):
+
     @pytest.mark.apart("make islands")  # of a command of its own: `make test` leaves it out
 """
 
@@ -15,11 +19,12 @@ import random
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import combinations
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import pytest
 
 SEED = 0
+T = TypeVar("T")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -97,3 +102,27 @@ def drawn(cases: Sequence[Mapping[str, int]], count: int, seed: str) -> set[int]
 def thorough(request: pytest.FixtureRequest) -> bool:
     """Whether all is run: of a test that repeats itself, as often as it can."""
     return bool(request.config.getoption("--all-cases"))
+
+
+class Draw(NamedTuple):
+    """Some of the cases that a test goes through by itself; ranks draw the same ones.
+
+    Args:
+        seed: of the run and of the test.
+        everything: all cases are run.
+    """
+
+    seed: str
+    everything: bool
+
+    def __call__(self, cases: Sequence[T], count: int, *of: object) -> list[T]:
+        """`count` of them, at least one, in their order; others for another `of`."""
+        assert count >= 1
+        kept = random.Random(f"{self.seed} {of}").sample(range(len(cases)), min(count, len(cases)))
+        return [*cases] if self.everything else [cases[i] for i in sorted(kept)]
+
+
+@pytest.fixture
+def draw(request: pytest.FixtureRequest) -> Draw:
+    seed = f"{request.config.getoption('--draw')} {request.node.nodeid}"
+    return Draw(seed, bool(request.config.getoption("--all-cases")))

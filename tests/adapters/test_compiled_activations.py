@@ -2,11 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from math import pi
 
 import pytest
 import torch
 from compiled import SEAM, overlap_pass, quick, sequence_parallel, worse
+from drawing import Draw
 from on_ranks import on_ranks
 from rank_bodies import by_reference
 from torch import Tensor, fx, nn
@@ -145,18 +147,19 @@ def made(
     ("one", gelu_new, "with gelu_tanh"),
 ])  # fmt: skip
 @on_ranks(2)
-def test_what_operators_apply(rank: int, ranks: int, form: str, act: Activation, said: str):
+def test_what_operators_apply(
+    rank: int, ranks: int, form: str, act: Activation, said: str, draw: Draw
+):
     """Biased where there is one weight, and of one sequence or of two."""
     found: list[str] = []
-    for dtype in (torch.float32, torch.bfloat16):
-        for batch in (1, 2):
+    for dtype, batch in draw([*product((torch.float32, torch.bfloat16), (1, 2))], 1):
 
-            def make(dtype: torch.dtype, batch: int = batch) -> tuple[nn.Module, Tensor]:
-                model = Mlp(form, act, bias=form == "one")
-                return made(model, dtype, ranks, batch)
+        def make(dtype: torch.dtype, batch: int = batch) -> tuple[nn.Module, Tensor]:
+            model = Mlp(form, act, bias=form == "one")
+            return made(model, dtype, ranks, batch)
 
-            operators = [f"{GATHER} {said}", SCATTER]
-            found += worse(make, matched=2, train=False, dtype=dtype, operators=operators)
+        operators = [f"{GATHER} {said}", SCATTER]
+        found += worse(make, matched=2, train=False, dtype=dtype, operators=operators)
     return found
 
 
@@ -177,7 +180,7 @@ APART = [
 ]
 
 
-@pytest.mark.drawn(6)
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(("form", "operator", "apart"), APART)
 @on_ranks(2)
 def test_what_stays_apart(rank: int, ranks: int, form: str, operator: str, apart: str):

@@ -71,7 +71,7 @@ def mlp(dim: int, ranks: int, dtype: torch.dtype) -> tuple[nn.Module, Tensor]:
     return parallelize_module(model, mesh, plan), x.chunk(ranks, dim)[dist.get_rank()].clone()
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("name", NAMES)
 @on_ranks(2)
 def test_models_of_torch(rank: int, world_size: int, name: str):

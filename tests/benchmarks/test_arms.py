@@ -121,7 +121,7 @@ def rows_of(rank: int, ranks: int, name: str) -> list[dict[str, Any]]:
         return measured(benchmark, case, Bench(world(), torch.device("cpu"), rounds=2))
 
 
-@pytest.mark.drawn(12)
+@pytest.mark.drawn(8)
 @pytest.mark.parametrize("name", CASES)
 def test_arms_are_right_and_give_rows(pool: RankPool, name: str):
     rows, *_ = pool.run(rows_of, 2, name, timeout_s=90)

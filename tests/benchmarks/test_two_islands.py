@@ -35,7 +35,7 @@ def inside(rank: int, ranks: int, op: str) -> list[dict[str, Any]]:
         return rows
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("op", SMALL)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_arms_between_islands_are_right_and_give_rows(pool: RankPool, op: str, ranks: int):

@@ -21,7 +21,7 @@ def script(name: str) -> str:
     return str(EXAMPLES / f"{name}.py")
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("name", "ranks", "options", "steps", "off", "learnt"),
     [

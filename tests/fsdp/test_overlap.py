@@ -43,7 +43,7 @@ STEPS = {
 IN_PLACE = "gathered in place"
 
 
-@pytest.mark.drawn(16)
+@pytest.mark.drawn(10)
 @pytest.mark.parametrize("memory", ["kept", "ring"])
 @pytest.mark.parametrize("name", STEPS)
 @on_ranks(2)

@@ -91,7 +91,7 @@ def test_the_last_program_publishes_what_all_have_stored():
     assert re.search(ACQUIRE, code(arrival_kernel, plain="all", num_warps=1, WORLD=4).ptx)
 
 
-@pytest.mark.drawn(8)
+@pytest.mark.drawn(4)
 @pytest.mark.shows("all_to_all_matmul matmul_all_to_all", "compiled for", "sm_90")
 @pytest.mark.parametrize("back", [False, True], ids=["there", "back"])
 @pytest.mark.parametrize(
@@ -224,7 +224,7 @@ def test_planted_faults_show():
     assert wrong_order(re.sub(r"sys\.release|release\.sys", "gpu.release", ptx)) == ["0 flags"]
 
 
-@pytest.mark.drawn(6)
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("dtype", [tl.bfloat16, tl.float16, tl.float32], ids=str)
 @pytest.mark.parametrize("block_d", [64, 128, 256])
 @pytest.mark.parametrize("even", [True, False])

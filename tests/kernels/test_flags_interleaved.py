@@ -290,7 +290,7 @@ def experts_scene(
     return Scene(each, run, off, rooms, 0.4 if seed % 2 else 0.05)
 
 
-@pytest.mark.drawn(6)
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("op", [DISPATCH, COMBINE])
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ def norm(p: Problem, spec: str, capability: int = 90) -> Compiled:
     )  # fmt: skip
 
 
-@pytest.mark.drawn(6)
+@pytest.mark.drawn(4)
 @pytest.mark.shows(
     "all_reduce_rms_norm all_reduce_layer_norm", "compiled for", "sm_80 sm_90 sm_100"
 )
@@ -205,7 +205,7 @@ def test_weights_stream_through_shared_memory(columns: bool):
     assert "wgmma.mma_async" in ptx
 
 
-@pytest.mark.drawn(5)
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize("n", [7168, 8192, 16384])
 @pytest.mark.parametrize("m", [1, 8, 32, 64])

@@ -122,7 +122,7 @@ def check_order(plan: Plan, machine: Machine, timeline: Timeline) -> None:
             assert all(s.label.startswith("wait for ") == (s.kind == "wait") for s in mine)
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("name", MACHINES)
 def test_every_plan_finishes_in_order_and_no_sooner_than_its_parts(name: str, ranks: int):

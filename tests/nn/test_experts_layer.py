@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from drawing import Draw
 from expert_bodies import by_torch
 from expert_layer_bodies import Plain, pair, wrong_mlp
 from island_bodies import on_islands
@@ -44,19 +45,19 @@ def drawn(*dims: int) -> Tensor:
     return torch.rand(*dims, EXPERTS).argsort(-1) / 4
 
 
-@pytest.mark.drawn(6)
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize("known", ["host", "device"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("ranks", "islands", "shape", "plan"), WAYS)
 @on_ranks()
 def test_results_and_gradients(
     rank: int, ranks: int, islands: int, shape: tuple[int, ...], plan: str, dtype: torch.dtype,
-    known: str,
+    known: str, draw: Draw,
 ) -> list[str]:  # fmt: skip
     """Against a dense layer in fp64; beside that one in the same dtype."""
     found, calls = list[str](), list[int]()
     cases = [(kind, k, True) for kind in KINDS for k in (1, TOP_K)]
-    cases += [("drawn", k, False) for k in (1, TOP_K, EXPERTS)]
+    cases = draw([*cases, *(("drawn", k, False) for k in (1, TOP_K, EXPERTS))], 4)
     (tokens, *inner), at_once = shape, expert_layer.through
     exchange = expert_ways.exchange_routes
     plan = plan.split()[0] if known == "device" else plan  # whose plans are without sizes

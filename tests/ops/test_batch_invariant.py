@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from drawing import Draw
 from on_ranks import on_ranks
 from rank_bodies import by_reference
 from torch import Tensor
@@ -86,17 +87,17 @@ def takes(op: str, spec: str, m: int, ranks: int, dtype: torch.dtype) -> bool:
     return spec == "auto" or (family is not None and not family.refusal(problem))
 
 
-@pytest.mark.drawn(14)
+@pytest.mark.drawn(9)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("op", OPS)
 @on_ranks(2, 3, 4)
 def test_bits_of_a_row_depend_neither_on_m_nor_on_the_plan(
-    rank: int, ranks: int, op: str, dtype: torch.dtype
+    rank: int, ranks: int, op: str, dtype: torch.dtype, draw: Draw
 ) -> list[str]:
     layer = Layer(op, rank, ranks, dtype)
     met, found = set[str](), list[str]()
     for spec in ("auto", *specs(op, ranks)):
-        for m in ROWS if spec in ("auto", "serial") else FEW:
+        for m in draw(ROWS, 6, spec) if spec in ("auto", "serial") else draw(FEW, 3, spec):
             if takes(op, spec, m, ranks, dtype):
                 met.add(spec)
                 found += layer.wrong(m, f"{spec} invariant")

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from drawing import Draw
 from on_ranks import on_ranks
 from rank_bodies import by_reference
 from torch import Tensor
@@ -74,13 +75,13 @@ def takes(spec: str, m: int, ranks: int, dtype: torch.dtype, n: int = N) -> bool
 @pytest.mark.parametrize(("layer", "fp8"), [(False, False), (True, False), (True, True)])
 @on_ranks(1, 2, 3, 4, 8)
 def test_bits_of_a_row_depend_neither_on_m_nor_on_the_plan(
-    rank: int, ranks: int, layer: bool, fp8: bool
+    rank: int, ranks: int, layer: bool, fp8: bool, draw: Draw
 ) -> list[str]:
     found, met = list[str](), set[str]()
-    for dtype in DTYPES:
+    for dtype in draw(DTYPES, 1):
         rows = Rows(rank, ranks, dtype, layer, fp8)
         for spec in ("auto", "serial", "direct", "fused"):
-            for m in ROWS:
+            for m in draw(ROWS, 6, spec):
                 if takes(spec, m, ranks, dtype):
                     met.add(spec)
                     with by_reference():

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from drawing import Draw
 from on_ranks import on_ranks
 from rank_bodies import world
 from torch import Tensor
@@ -297,12 +298,11 @@ DIFFERENCES = [
 
 @pytest.mark.parametrize("name", GOOD)
 @on_ranks(2)
-def test_ranks_that_differ_hear_of_it(rank: int, ranks: int, name: str) -> list[str]:
+def test_ranks_that_differ_hear_of_it(rank: int, ranks: int, name: str, draw: Draw) -> list[str]:
     """All of them, at the first call and at later ones."""
     wrong: list[str] = []
-    for each in DIFFERENCES:
-        if each.name != name:
-            continue
+    of_name = [each for each in DIFFERENCES if each.name == name]
+    for each in draw(of_name, 1 + len(of_name) // 2):
         for warm in (False, True) if each.warm else (False,):
             group = dist.new_group([*range(ranks)])
             good, other = GOOD[name](), GOOD[name]() | each.other

@@ -7,6 +7,7 @@ from math import prod
 
 import pytest
 import torch
+from drawing import Draw
 from on_ranks import on_ranks
 from rank_bodies import Case, by_reference, wrong_cases
 
@@ -109,18 +110,20 @@ def off(rank: int, ranks: int, found: list[Case]) -> list[str]:
 )
 @pytest.mark.parametrize("op", OPS)
 @on_ranks(1, 2, 3, 4)
-def test_every_family_and_spec(rank: int, ranks: int, op: str) -> list[str]:
+def test_every_family_and_spec(rank: int, ranks: int, op: str, draw: Draw) -> list[str]:
     found = cases(op, ranks)
     assert {case.plan for case in found} == {spec for spec, _ in specs(op, ranks)}
     if ranks > 1 and op != "matmul_all_reduce":  # one spec of few meets each shape once
         each = len(shapes(ranks))
         assert len({(case.rows, case.k, case.dtype) for case in found}) == each * len(DTYPES)
         assert len({(case.rows, case.k, case.layout) for case in found}) == each * len(LAYOUTS)
-    return off(rank, ranks, found)
+    return off(rank, ranks, draw(found, len(found) // 2))
 
 
 @on_ranks(4)
-def test_sizes_and_families_in_turn_on_one_workspace(rank: int, ranks: int) -> list[str]:
+def test_sizes_and_families_in_turn_on_one_workspace(
+    rank: int, ranks: int, draw: Draw
+) -> list[str]:
     """Memory grows twice (a granule is 2 MiB), shrinking calls use a part of it."""
     gather, scatter, _ = OPS
     found = [
@@ -134,7 +137,7 @@ def test_sizes_and_families_in_turn_on_one_workspace(rank: int, ranks: int) -> l
         Case(gather, "serial", (2, 3, 4, 5), 811, 17, bits="whole"),
         Case(gather, "shard_p2p xor", (1,) * 4, 1, 1, bits="shards"),
     ]
-    return off(rank, ranks, [*found, *found[::-1]])
+    return off(rank, ranks, [*found, *draw(found[::-1], 3)])
 
 
 def own_plans(op: str, ranks: int) -> list[Plan]:
@@ -155,6 +158,7 @@ def test_own_plans(rank: int, ranks: int, op: str) -> list[str]:
     return off(rank, ranks, found)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @on_ranks(4)
 def test_sums_over_ranks_and_slices_are_rounded_once(

@@ -64,7 +64,7 @@ def problem_of(op: str, shape: str, ranks: int, **options: object) -> Problem:
     return make_problem(op, sum(mine), n, k, ranks, rows=mine, **options)
 
 
-@pytest.mark.drawn(96)
+@pytest.mark.drawn(64)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("shape", SHAPES)
@@ -94,7 +94,7 @@ def test_every_family_is_right_on_islands(op: str, ranks: int, islands: int):
                 prove_or_refuse(case, spec)
 
 
-@pytest.mark.drawn(12)
+@pytest.mark.drawn(8)
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("shape", ["even", "unequal"])
 def test_every_family_is_right_on_eight_ranks(op: str, shape: str):
@@ -127,7 +127,7 @@ def test_each_family_takes_some_of_these_problems(op: str):
     assert families(op)[0] == "serial"
 
 
-@pytest.mark.drawn(20)
+@pytest.mark.drawn(12)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("op", OPS)
 def test_every_candidate_is_right(op: str, ranks: int):
@@ -179,7 +179,7 @@ def cases(draw: st.DrawFn) -> tuple[Problem, str]:
 
 
 @given(cases())
-@settings(max_examples=300)
+@settings(max_examples=150)
 def test_random_problems_and_specs_are_right(case: tuple[Problem, str]):
     plan = prove_or_refuse(*case)
     if plan is not None and 0 < case[0].flop + case[0].link_bytes < 2e5 and not case[0].empty:

@@ -27,7 +27,7 @@ def peers_of(plan: Plan) -> dict[str, set[int]]:
     return found
 
 
-@pytest.mark.drawn(16)
+@pytest.mark.drawn(10)
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("op", OPS)
 def test_plans_are_right_and_copy_to_one_peer_at_a_time(op: str, ranks: int):

@@ -34,7 +34,7 @@ def trials() -> RankPool:
         yield pool  # type: ignore[misc]
 
 
-@pytest.mark.drawn(6)
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("seed", range(20))
 def test_a_call_that_is_left_at_some_line(trials: RankPool, seed: int):
     """As many of each call, kind and age; `make interrupts` has more of them."""

@@ -127,7 +127,7 @@ def of_session(session: int) -> list[int]:
     return found
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_what_goes_wrong_is_told(tmp_path: Path, name: str):
     code, wants = SCRIPTS[name]

@@ -182,8 +182,13 @@ def without_implied_edges(steps: Iterable[Step]) -> tuple[Step, ...]:
         edges = [a for a in edges if not any(a in earlier.get(b, ()) for b in edges)]
         earlier[step.name] = before.union(*map(ended, edges))
         last[step.lane] = step.name
-        kept.append(replace(step, after=tuple(edges)))
+        kept.append(behind(step, tuple(edges)))
     return tuple(kept)
+
+
+def behind(step: Step, after: tuple[str, ...]) -> Step:
+    """The step with those edges: itself where they are its own, as most are."""
+    return step if step.after == after else replace(step, after=after)
 
 
 def _depths(spec: str, p: Plan, parts: Sequence[Sequence[Step]]) -> list[int]:

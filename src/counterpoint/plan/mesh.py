@@ -8,7 +8,7 @@ are of one peer each, as shard_p2p, stay on one lane there, too.
 from collections.abc import Iterator
 from dataclasses import replace
 
-from counterpoint.plan.compose import without_implied_edges
+from counterpoint.plan.compose import behind, without_implied_edges
 from counterpoint.plan.steps import Peer, Plan, Region, Step
 
 
@@ -34,7 +34,7 @@ def lane_for_each_peer(plan: Plan) -> Plan:
         if len(parts) > 1:
             local = tuple(part.name for part in parts if part.lane == step.lane)
             cut[step.name] = local or tuple(part.name for part in parts)
-        steps += (replace(part, after=after) for part in parts)
+        steps += (behind(part, after) for part in parts)
     if not cut:
         return plan
     lanes = {lane.name: lane for lane in plan.lanes}
@@ -46,11 +46,14 @@ def lane_for_each_peer(plan: Plan) -> Plan:
 
 def _by_peer(step: Step) -> Iterator[Step]:
     """A copy step to several peers by peer; any other step as it is."""
+    if step.kind != "copy" or step.waits:
+        yield step
+        return
     pairs = list(zip(step.reads, step.writes, strict=False))
     peers = list(dict.fromkeys(_peer(*pair) for pair in pairs))
     told = {post.at for post in step.posts}
     several = len([peer for peer in peers if any(peer)]) > 1
-    if step.kind != "copy" or not several or step.waits or not told.issubset(peers):
+    if not several or not told.issubset(peers):
         yield step
         return
     counts = step.reads[len(pairs) :]
