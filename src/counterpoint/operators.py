@@ -165,6 +165,7 @@ class Implementation:
     backward: Callable[..., Any] | None
     save: Callable[..., None] | None
     transformed: Callable[..., Any]
+    keep: Callable[..., None] | None
 
 
 IMPLEMENTED: dict[str, Implementation] = {}

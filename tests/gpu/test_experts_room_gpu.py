@@ -6,8 +6,8 @@ Ranks bring other numbers of tokens.
 import pytest
 import torch
 import torch.distributed as dist
+from rank_bodies import Watching
 from test_routes_on_device_gpu import no_waits
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import counterpoint as cp
 import counterpoint.nn as cnn
@@ -169,13 +169,6 @@ def noted(call, found):
         return result
 
     return run
-
-
-class Watching(TorchDispatchMode):
-    """Under which calls go by their operators."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        return func(*args, **kwargs or {})
 
 
 @pytest.mark.parametrize("options", [{}, {"max_rows": 250, "capacity": "drop"}], ids=str)

@@ -13,10 +13,9 @@ from drawing import Draw
 from expert_layer_bodies import pair
 from island_bodies import on_islands
 from on_ranks import on_ranks
-from rank_bodies import by_reference
+from rank_bodies import Watching, by_reference
 from torch import Tensor
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import counterpoint as cp
@@ -26,13 +25,6 @@ from counterpoint.runtime import activated
 from counterpoint.runtime.workspace import workspace_of
 
 FEATURES, HIDDEN, LOCAL, TOP, DTYPE = 16, 8, 3, 2, torch.bfloat16
-
-
-class Watching(TorchDispatchMode):
-    """Under which calls go by their operators."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **kwargs or {})
 
 
 @contextmanager

@@ -97,10 +97,10 @@ def test_bits_of_a_row_depend_neither_on_m_nor_on_the_plan(
     layer = Layer(op, rank, ranks, dtype)
     met, found = set[str](), list[str]()
     for spec in ("auto", *specs(op, ranks)):
-        for m in draw(ROWS, 6, spec) if spec in ("auto", "serial") else draw(FEW, 3, spec):
-            if takes(op, spec, m, ranks, dtype):
-                met.add(spec)
-                found += layer.wrong(m, f"{spec} invariant")
+        some = ROWS if spec in ("auto", "serial") else FEW
+        for m in draw([m for m in some if takes(op, spec, m, ranks, dtype)], len(some) // 2, spec):
+            met.add(spec)
+            found += layer.wrong(m, f"{spec} invariant")
     powers = not ranks & (ranks - 1)
     left_out = {"direct", "fused"} & set(specs(op, ranks))
     assert set(specs(op, ranks)) - met <= (left_out if not powers else {"fused"})

@@ -81,13 +81,12 @@ def test_bits_of_a_row_depend_neither_on_m_nor_on_the_plan(
     for dtype in draw(DTYPES, 1):
         rows = Rows(rank, ranks, dtype, layer, fp8)
         for spec in ("auto", "serial", "direct", "fused"):
-            for m in draw(ROWS, 6, spec):
-                if takes(spec, m, ranks, dtype):
-                    met.add(spec)
-                    with by_reference():
-                        results = rows.call(m, f"{spec} invariant")
-                    if bad := differ(results, [t[:m] for t in rows.want]):
-                        found.append(f"{spec} {dtype} M{m}: {bad} rows differ")
+            for m in draw([m for m in ROWS if takes(spec, m, ranks, dtype)], 6, spec):
+                met.add(spec)
+                with by_reference():
+                    results = rows.call(m, f"{spec} invariant")
+                if bad := differ(results, [t[:m] for t in rows.want]):
+                    found.append(f"{spec} {dtype} M{m}: {bad} rows differ")
     assert met == {"auto", "serial"} | ({"direct", "fused"} if ranks != 3 else set[str]())
     return found
 

@@ -90,12 +90,13 @@ def as_on_gpu(
     ],
 )  # fmt: skip  # fmt: skip
 @pytest.mark.parametrize("own", [False, True], ids=["default_group", "group"])
+@pytest.mark.parametrize("trains", [False, True], ids=["", "gradient"])
 @on_ranks(2)
 def test_a_warm_call_runs_few_functions_of_ours(
-    rank: int, ranks: int, op: str, plan: str, own: bool
+    rank: int, ranks: int, op: str, plan: str, trains: bool, own: bool
 ) -> list[str]:
     """What is wrong with a warm call."""
-    x, w = torch.randn(2 * ranks, 16).half(), torch.randn(16, 32).half()
+    x, w = torch.randn(2 * ranks, 16).half(), torch.randn(16, 32).half().requires_grad_(trains)
     run, problems = getattr(cp, op), list[str]()
     group = world() if own else None
     with by_reference(), pytest.MonkeyPatch.context() as patch:
@@ -110,6 +111,7 @@ def test_a_warm_call_runs_few_functions_of_ours(
             patch.setattr(module, "raw_stream", repr)  # in C, as torch's
         patch.setitem(lanes_cuda._turns, workspace.device, (RAW, None))
         for ready in workspace.known.values():
+            ready = getattr(ready, "ready", ready)  # of one with a gradient
             workspace.fused = workspace.fused or SimpleNamespace(
                 words=SimpleNamespace(bases=None, half_bytes=0), state=None, fault=None
             )

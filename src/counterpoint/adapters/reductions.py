@@ -17,7 +17,7 @@ from counterpoint.adapters.operands import (
     where_of,
 )
 from counterpoint.adapters.rewriter import Rewriter
-from counterpoint.ops import matmul_all_reduce, matmul_reduce_scatter
+from counterpoint.ops import backward, matmul_all_reduce, matmul_reduce_scatter
 
 aten: Any = torch.ops.aten
 ops: Any = torch.ops.counterpoint
@@ -92,7 +92,7 @@ def _scattered(
     if len(xs) == 1:
         one.note(matmul_reduce_scatter.OPERATOR, *xs, *ws, bias)
         return to.emit(ops.matmul_reduce_scatter.default, *xs, *ws, bias, *where)
-    one.note(matmul_reduce_scatter.operator_of_sum(len(xs)), *xs, *ws)
+    one.note(backward.operator_of_sum(len(xs)), *xs, *ws)
     y = to.emit(ops.matmul_reduce_scatter_sum.default, xs, ws, *where)
     return y if bias is None else to.emit(aten.add.Tensor, y, bias)
 

@@ -245,7 +245,7 @@ class ExpertParallelMLP(Grouped):
         if not (top_k is None or type(top_k) is int) or type(route.renormalize) is not bool:
             return None  # equal to what is right, perhaps, and still to be refused
         tensors = x, *route[:3], *parameters
-        key = call.key_of(self._get_name(), tensors, self.group, self.plan, None, 0, whole=True)
+        key = call.key_of(self._get_name(), tensors, self.plan, None, 0, whole=True)
         if key is None or batch_invariant.depth:
             return None
         device = x.device.type

@@ -182,12 +182,12 @@ def _anew(
     except CounterpointError as error:
         raise refused(error, group, x) from None
     around = around or Around(dim, asked_of(x=x, w=w))
+    given = (front, w, bias, spec, counts, *where, *scales, *around)
     if key is not None:
-        operator = operator_of(*around)
-        y = call.ran(operator, (front, w, bias, *scales), spec, counts, group, key)[0]
+        operator, tensors = operator_of(*around), (front, w, bias, *scales)
+        y = call.ran(operator, tensors, spec, counts, group, key, shown=(OP, given))[0]
     else:
-        op = torch.ops.counterpoint.all_gather_matmul
-        y = op(front, w, bias, spec, counts, *where, *scales, *around)
+        y = torch.ops.counterpoint.all_gather_matmul(*given)
     return y.movedim(0, dim) if dim else y
 
 
@@ -230,6 +230,7 @@ def _activated(
     plain = scales[0] is not None or not (grad or (gather_dim and is_last(gather_dim, x)))
     if plain:
         operands = x, weights, bias, scales
+        key = None if grad else key
         return _activated_anew(operands, activation, group, plan, rows, gather_dim, key, moved)
     # the products are results of their own, which a backward needs
     of: Any = weights[0] if len(weights) == 1 else weights

@@ -18,12 +18,16 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from counterpoint.operators import implementation
 from counterpoint.ops import call
 from counterpoint.ops.agreement import Input
 from counterpoint.ops.call import Operator, Output, Tensors, present
-from counterpoint.ops.plans import backward_plan
+from counterpoint.ops.plans import backward_plan, in_force
 from counterpoint.ops.register import refuse_double_matmul, register
 from counterpoint.problem import DType, Problem
+from counterpoint.runtime.ranks import group_of
+
+WGRAD = "all_gather_matmul_wgrad"
 
 
 def flat_rows(x: Tensor, rows: Sequence[int]) -> tuple[int, ...]:
@@ -99,11 +103,10 @@ def wgrad_of(count: int, transposed: bool) -> Operator:
 
     The transposition is an argument: no two calls with equal tensors differ in it on one rank.
     """
-    op = "all_gather_matmul_wgrad"
 
     def problem(tensors: Tensors, rows: Sequence[int], ranks: int) -> Problem:
         x, *dys = present(tensors)
-        return _gathered(op, x, dys, rows, ranks)
+        return _gathered(WGRAD, x, dys, rows, ranks)
 
     def outputs(tensors: Tensors, rows: Sequence[int], ranks: int, rank: int) -> tuple[Output, ...]:
         x, *dys = present(tensors)
@@ -111,7 +114,34 @@ def wgrad_of(count: int, transposed: bool) -> Operator:
         return tuple(Output(dw, (x.shape[-1], dy.shape[-1]), transposed) for dw, dy in dws)
 
     dys = (Input(name, "rows") for name in numbered("dy", count))
-    return Operator(op, (Input("x", "rows", own=True), *dys), problem, outputs)
+    return Operator(WGRAD, (Input("x", "rows", own=True), *dys), problem, outputs)
+
+
+def kept_of(x: Tensor, rows: Sequence[int], ranks: int, rank: int, n: int) -> tuple[int, ...]:
+    """The shape of what this rank has of a sum that is scattered."""
+    return (rows[rank] if rows else x.shape[0] // ranks, *x.shape[1:-1], n)
+
+
+@cache
+def operator_of_sum(count: int) -> Operator:
+    """A matmul_reduce_scatter of the sum of that many products; its tensors: each x, each w."""
+    op = "matmul_reduce_scatter"
+
+    def problem(tensors: Tensors, rows: Sequence[int], ranks: int) -> Problem:
+        x, *_ = tensors = present(tensors)
+        m, n = prod(x.shape[:-1]), tensors[-1].shape[1]
+        sizes = [w.shape[0] for w in tensors[count:]]
+        return Problem(
+            op, m, n, sum(sizes), ranks, dtype_of(x), flat_rows(x, rows), splits=splits_of(sizes)
+        )
+
+    def outputs(tensors: Tensors, rows: Sequence[int], ranks: int, rank: int) -> tuple[Output, ...]:
+        x, *_, w = present(tensors)
+        return (Output("y", kept_of(x, rows, ranks, rank, w.shape[1])),)
+
+    xs = (Input(name, "rows") for name in numbered("x", count))
+    ws = (Input(name, "matrix") for name in numbered("w", count))
+    return Operator(op, (*xs, *ws), problem, outputs)
 
 
 # of one weight, which are the first of their ops
@@ -193,8 +223,31 @@ register(
     "matmul_reduce_scatter_backward", _run_scatter, _fake_scatter, refuse_double_matmul,
     flops=_flops_of_scatter,
 )  # fmt: skip
-register("all_gather_matmul_wgrad", _run_wgrad, _fake_wgrad, refuse_double_matmul,
+register(WGRAD, _run_wgrad, _fake_wgrad, refuse_double_matmul,
          flops=_flops_of_wgrad)  # fmt: skip
+
+
+def _called(
+    op: str, operator: Operator, tensors: Any, given: tuple[Any, ...], plan: str,
+    rows: list[int], where: tuple[str, int] | tuple[str, int, int],
+) -> Sequence[Tensor]:  # fmt: skip
+    """An operator of a gradient: at once where nothing else sees the call, else by torch.
+
+    Args:
+        op: as torch has it.
+        operator: made once, and kept.
+        tensors: of the operator.
+        given: the tensors as torch has them.
+    """
+    as_known, group = f"gradient by {op}", group_of(where[0])
+    settings = (*where, id(operator))
+    found, key, group = call.repeated(as_known, tensors, group, plan, rows, settings=settings)
+    if found is not None:
+        return found
+    if key is not None:
+        return call.ran(operator, tensors, in_force(plan), rows, group, key)
+    results = getattr(torch.ops.counterpoint, op)(*given, plan, rows, *where)
+    return (results,) if isinstance(results, Tensor) else results
 
 
 def gradients_of_gather(
@@ -211,20 +264,23 @@ def gradients_of_gather(
     Args:
         where: name and size of the group, and this rank.
     """
-    ops = torch.ops.counterpoint
     need_dx, need_dw = needs
     dys, ws = [dy.contiguous() for dy in dys], list(weights)  # autograd hands over expanded ones
+    wts, count = [w.t() for w in ws], len(ws)
     if need_dx and need_dw:
-        plan = backward_plan("all_gather_matmul_backward", plan, rows)
-        dx, *dws = ops.all_gather_matmul_backward(dys, x, ws, plan, rows, *where)
+        op = "all_gather_matmul_backward"
+        tensors, plan = (*dys, x, *wts), backward_plan(op, plan, rows)
+        dx, *dws = _called(op, gather_of(count), tensors, (dys, x, ws), plan, rows, where)
         return dx, dws
     if need_dx:
-        plan, wts = backward_plan("matmul_reduce_scatter", plan, rows), [w.t() for w in ws]
-        return ops.matmul_reduce_scatter_sum(dys, wts, plan, rows, *where), None
+        plan, sums = backward_plan("matmul_reduce_scatter", plan, rows), (*dys, *wts)
+        op, operator = "matmul_reduce_scatter_sum", operator_of_sum(count)
+        (dx,) = _called(op, operator, sums, (dys, wts), plan, rows, where)
+        return dx, None
     if need_dw:
-        plan = backward_plan("all_gather_matmul_wgrad", plan, rows)
-        stored = _transposed(ws[0])
-        return None, ops.all_gather_matmul_wgrad(x, dys, stored, plan, rows, *where)
+        plan, stored = backward_plan(WGRAD, plan, rows), _transposed(ws[0])
+        operator, given = wgrad_of(count, stored), (x, dys, stored)
+        return None, [*_called(WGRAD, operator, (x, *dys), given, plan, rows, where)]
     return None, None
 
 
@@ -238,19 +294,22 @@ def gradients_of_scatter(
     where: tuple[str, int, int],
 ) -> tuple[Tensor | None, Tensor | None]:
     """dx and dw of a matmul_reduce_scatter, as `gradients_of_gather`."""
-    ops = torch.ops.counterpoint
-    name, size, _ = where
     need_dx, need_dw = needs
-    dy = dy.contiguous()
+    dy, wt = dy.contiguous(), w.t()
     if need_dx and need_dw:
-        plan = backward_plan("matmul_reduce_scatter_backward", plan, rows)
-        return ops.matmul_reduce_scatter_backward(dy, x, w, plan, rows, *where)
+        op = SCATTER.op
+        plan = backward_plan(op, plan, rows)
+        dx, dw = _called(op, SCATTER, (dy, x, wt), (dy, x, w), plan, rows, where)
+        return dx, dw
     if need_dx:
-        plan = backward_plan("all_gather_matmul", plan, rows)
-        return ops.all_gather_matmul(dy, w.t(), None, plan, rows, name, size), None
+        op, tensors = "all_gather_matmul", (dy, wt, None, None, None)
+        assert implementation(op)  # whose module declares it
+        plan, size = backward_plan(op, plan, rows), where[:2]
+        (dx,) = _called(op, Operator.known[op], tensors, tensors[:3], plan, rows, size)
+        return dx, None
     if need_dw:  # dy is what is gathered, and dw comes out transposed
-        plan = backward_plan("all_gather_matmul_wgrad", plan, rows)
-        stored = not _transposed(w)
-        (dwt,) = ops.all_gather_matmul_wgrad(dy, [x], stored, plan, rows, *where)
+        plan, stored = backward_plan(WGRAD, plan, rows), not _transposed(w)
+        operator, given = wgrad_of(1, stored), (dy, [x], stored)
+        (dwt,) = _called(WGRAD, operator, (dy, x), given, plan, rows, where)
         return None, dwt.t()
     return None, None

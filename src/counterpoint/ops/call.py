@@ -22,6 +22,7 @@ from counterpoint.ops import batch_invariant
 from counterpoint.ops.agreement import Input, agree, checking, num_dispatch_modes, words_of
 from counterpoint.ops.check import check_group
 from counterpoint.ops.plans import KEYS, in_force, of_islands, plan_of
+from counterpoint.ops.register import with_gradient
 from counterpoint.plan.families import build
 from counterpoint.plan.steps import Plan
 from counterpoint.problem import Problem
@@ -53,6 +54,8 @@ class Given(NamedTuple):
 
 
 NOTHING = Given()
+# operators of one result whose calls are remembered with a gradient, too
+WITH_GRADIENT = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
 
 
 @dataclass(frozen=True)
@@ -248,13 +251,13 @@ def present(tensors: Tensors) -> tuple[Tensor, ...]:
 
 
 def key_of(
-    op: str, tensors: Tensors, group: dist.ProcessGroup, plan: object,
-    rows: object, dim: object, counted: bool = False, whole: bool = False,
+    op: str, tensors: Tensors, plan: object, rows: object, dim: object, counted: bool = False,
+    whole: bool = False,
 ) -> tuple[object, ...] | None:  # fmt: skip
     """What a call that nothing watches is remembered by; None: it goes through the dispatcher.
 
     That is a call while tracing or compiling, under a dispatch mode or autocast, of a tensor
-    subclass, or one of which a gradient is asked for.
+    subclass, or one of which a gradient is asked for, but of operators of `WITH_GRADIENT`.
 
     Args:
         counted: how many rows the first tensor has is nothing to remember.
@@ -263,11 +266,9 @@ def key_of(
     # a compiler first: it traces what follows
     if torch.compiler.is_compiling() or num_dispatch_modes() or transformed():
         return None
-    if not whole and _any_autocast():
+    if (not whole and _any_autocast()) or type(dim) is not int:
         return None
     if forward_ad._current_level >= 0:  # pyright: ignore[reportPrivateUsage]
-        return None
-    if type(dim) is not int:
         return None
     grad = torch.is_grad_enabled()
     if not isinstance(plan, str | Path):  # a Plan: it is known from its second call on
@@ -286,7 +287,7 @@ def key_of(
             if kind is not Tensor and kind is not Parameter:
                 return None
             if grad and t.requires_grad:
-                if not whole:
+                if not whole and op not in WITH_GRADIENT:
                     return None
                 key.append(grad)
             if t.is_neg():  # its numbers are not those in memory: the dispatcher makes them so
@@ -330,7 +331,7 @@ def repeated(
         group = dist.group.WORLD
     if not isinstance(group, dist.ProcessGroup):
         group = check_group(op, group)
-    key = key_of(op, tensors, group, plan, rows, dim, room is not None)
+    key = key_of(op, tensors, plan, rows, dim, room is not None)
     if key is None:
         return None, None, group
     key += settings
@@ -355,11 +356,13 @@ def repeated(
 def ran(
     operator: Operator, tensors: Tensors, plan: str, rows: Sequence[int],
     group: dist.ProcessGroup, key: tuple[object, ...] | None = None, given: Given = NOTHING,
+    shown: tuple[str, tuple[Any, ...]] | None = None,
 ) -> list[Tensor]:  # fmt: skip
     """Run a call that has passed its checks.
 
     Args:
         key: what an eager call like it is found by from now on; None: by nothing.
+        shown: name and arguments for torch, of `WITH_GRADIENT`.
 
     Raises:
         InputError, UnsupportedError, PeerTimeoutError: see `prepare`.
@@ -369,9 +372,10 @@ def ran(
         return known.ready(tensors, given.room)
     with known.workspace.board.whole():
         ready = _prepared(operator, tensors, plan, rows, known, given.refused)
+        run = with_gradient(ready, *shown) if shown else ready
         if key is not None:
-            known.workspace.know(key, ready)
-        return ready(tensors, given.room)
+            known.workspace.know(key, run)
+        return run(tensors, given.room)
 
 
 def known_call(

@@ -93,10 +93,11 @@ def anew(
         spec, name = plan_key(OP, plan), group.group_name
     except CounterpointError as error:
         raise refused(error, group, x) from None
+    given = (x, w, bias, spec, name, group.size(), *scales, behind)
     if key is None:
-        op = torch.ops.counterpoint.matmul_all_reduce
-        return op(x, w, bias, spec, name, group.size(), *scales, behind)
-    return call.ran(operator_of(behind), (x, w, bias, *scales), spec, (), group, key)[0]
+        return torch.ops.counterpoint.matmul_all_reduce(*given)
+    operator, tensors = operator_of(behind), (x, w, bias, *scales)
+    return call.ran(operator, tensors, spec, (), group, key, shown=(OP, given))[0]
 
 
 def _problem(tensors: Tensors, rows: Sequence[int], ranks: int) -> Problem:

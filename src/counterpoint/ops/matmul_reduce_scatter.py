@@ -15,11 +15,10 @@ from counterpoint.ops import call, fused_sum, scaled
 from counterpoint.ops.agreement import Input, left, refused
 from counterpoint.ops.around import Around
 from counterpoint.ops.backward import (
-    dtype_of,
     flat_rows,
     gradients_of_scatter,
-    numbered,
-    splits_of,
+    kept_of,
+    operator_of_sum,
 )
 from counterpoint.ops.batch_invariant import add_bias
 from counterpoint.ops.call import Operator, Output, Tensors, present
@@ -151,12 +150,13 @@ def _anew(
     except CounterpointError as error:
         raise refused(error, group, x) from None
     around = around or Around(dim, asked_of(x=x, w=w))
+    where = group.group_name, group.size(), group.rank()
+    given = (front, w, bias, spec, counts, *where, *scales, *around)
     if key is not None:
-        operator = operator_of(*around)
-        y = call.ran(operator, (front, w, bias, *scales), spec, counts, group, key)[0]
+        operator, tensors = operator_of(*around), (front, w, bias, *scales)
+        y = call.ran(operator, tensors, spec, counts, group, key, shown=(OP, given))[0]
     else:
-        op, where = torch.ops.counterpoint.matmul_reduce_scatter, (group.size(), group.rank())
-        y = op(front, w, bias, spec, counts, group.group_name, *where, *scales, *around)
+        y = torch.ops.counterpoint.matmul_reduce_scatter(*given)
     return y.movedim(0, dim) if dim else y
 
 
@@ -211,13 +211,9 @@ def _problem(tensors: Tensors, rows: Sequence[int], ranks: int) -> Problem:
     )  # fmt: skip
 
 
-def _kept(x: Tensor, rows: Sequence[int], ranks: int, rank: int, n: int) -> tuple[int, ...]:
-    return (rows[rank] if rows else x.shape[0] // ranks, *x.shape[1:-1], n)
-
-
 def _outputs(tensors: Tensors, rows: Sequence[int], ranks: int, rank: int) -> tuple[Output, ...]:
     x, w, *_ = present(tensors)
-    return (Output("y", _kept(x, rows, ranks, rank, w.shape[1]), dtype=scaled.result_of(x)),)
+    return (Output("y", kept_of(x, rows, ranks, rank, w.shape[1]), dtype=scaled.result_of(x)),)
 
 
 @cache
@@ -232,27 +228,6 @@ def operator_of(*around: Any) -> Operator:
 
 
 OPERATOR = operator_of()
-
-
-@cache
-def operator_of_sum(count: int) -> Operator:
-    """Of the sum of that many products; its tensors: each x, each w."""
-
-    def problem(tensors: Tensors, rows: Sequence[int], ranks: int) -> Problem:
-        x, *_ = tensors = present(tensors)
-        m, n = prod(x.shape[:-1]), tensors[-1].shape[1]
-        sizes = [w.shape[0] for w in tensors[count:]]
-        return Problem(
-            OP, m, n, sum(sizes), ranks, dtype_of(x), flat_rows(x, rows), splits=splits_of(sizes)
-        )
-
-    def outputs(tensors: Tensors, rows: Sequence[int], ranks: int, rank: int) -> tuple[Output, ...]:
-        x, *_, w = present(tensors)
-        return (Output("y", _kept(x, rows, ranks, rank, w.shape[1])),)
-
-    xs = (Input(name, "rows") for name in numbered("x", count))
-    ws = (Input(name, "matrix") for name in numbered("w", count))
-    return Operator(OP, (*xs, *ws), problem, outputs)
 
 
 def _run(
@@ -271,7 +246,7 @@ def _fake(
     plan: str, rows: list[int], group_name: str, *rest: Any,
 ) -> Tensor:  # fmt: skip
     group_size, rank, *_ = rest
-    return x.new_empty(_kept(x, rows, group_size, rank, w.shape[1]), dtype=scaled.result_of(x))
+    return x.new_empty(kept_of(x, rows, group_size, rank, w.shape[1]), dtype=scaled.result_of(x))
 
 
 def _run_sum(
@@ -285,7 +260,7 @@ def _fake_sum(
     x: list[Tensor], w: list[Tensor],
     plan: str, rows: list[int], group_name: str, group_size: int, rank: int,
 ) -> Tensor:  # fmt: skip
-    return x[0].new_empty(_kept(x[0], rows, group_size, rank, w[0].shape[1]))
+    return x[0].new_empty(kept_of(x[0], rows, group_size, rank, w[0].shape[1]))
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

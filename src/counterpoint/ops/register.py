@@ -1,8 +1,8 @@
 """Our operators as torch has them: what the dispatcher, compilers and autograd call."""
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -47,10 +47,11 @@ def register(
             `out_shape`; what FlopCounterMode counts. None: it multiplies nothing.
     """
     assert (backward is None) == (op in WITHOUT_GRADIENT), op
+    keep = save
     if backward is not None and save is not None and op not in ALONE:
         save, backward = _of_one_forward(op, save, backward)
     transformed = _transformed(op, backward, save)
-    IMPLEMENTED[op] = Implementation(run, fake, backward, save, transformed)
+    IMPLEMENTED[op] = Implementation(run, fake, backward, save, transformed, keep)
     if flops is not None:
         register_flop_formula(getattr(torch.ops.counterpoint, op))(flops)
 
@@ -101,6 +102,62 @@ def _of_one_forward(
             return backward(ctx, *grads)
 
     return saved, called
+
+
+class Eager(torch.autograd.Function):
+    """An operator's call with its gradient, which autograd alone has to see.
+
+    As `torch.library.register_autograd` has it; torch's dispatcher takes the host 100 us more.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, of: "WithGradient", tensors: Sequence[Tensor], *given: Any) -> Tensor:
+        (y,) = of.ready(tensors)
+        of.keep(ctx, given, y)
+        ctx.backward, ctx.forward = of.backward, (of.ready.board, of.ready.board.calls)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return None, None, *ctx.backward(_Context(ctx, ctx.needs_input_grad[2:]), *grads)
+
+
+class WithGradient(NamedTuple):
+    """A call whose facts are known, and of whose operands a gradient is asked for.
+
+    Args:
+        ready: the call, of one result, and the board of its group.
+        keep: puts into a context what `backward` needs.
+        backward: gradients, from a context and those of the results.
+        given: arguments of the operator as in its schema, without tensors.
+        at: where those stand.
+    """
+
+    ready: Any
+    keep: Callable[..., None]
+    backward: Callable[..., Any]
+    given: tuple[Any, ...]
+    at: Sequence[int]
+
+    def __call__(self, tensors: Sequence[Tensor | None], room: int = 0) -> list[Tensor]:
+        given = [*self.given]
+        for i, t in zip(self.at, tensors, strict=True):
+            given[i] = t
+        y: Any = Eager.apply(self, tensors, *given)
+        return [y]
+
+
+def with_gradient(ready: Any, op: str, given: tuple[Any, ...]) -> Any:
+    """A known call of an operator of one result, with its gradient where one is asked for."""
+    if not torch.is_grad_enabled():
+        return ready
+    arguments = getattr(torch.ops.counterpoint, op).default._schema.arguments
+    at = [i for i, a in enumerate(arguments) if "Tensor" in str(a.type)]
+    if not any(given[i] is not None and given[i].requires_grad for i in at):
+        return ready
+    found, others = IMPLEMENTED[op], (None if i in at else each for i, each in enumerate(given))
+    assert found.keep is not None and found.backward is not None, f"{op} has a gradient"
+    return WithGradient(ready, found.keep, found.backward, tuple(others), at)
 
 
 def _transformed(

@@ -111,6 +111,7 @@ class NoticeBoard:
     Attributes:
         fault: what made the group unusable; None: nothing.
         calling: the thread of this rank that is in a call; 0: none.
+        calls: how many this rank has begun; equal on all ranks in one call.
         forward: twice the number of the forward call whose backward this rank is in; 0: of none.
         shared: ranks are on one host, an x86 one. Else only the next rank is looked at, from afar.
         alarms: words of the host that are not 0 once a kernel has found something wrong, and what
@@ -141,7 +142,7 @@ class NoticeBoard:
                 if not (on_gpu or isinstance(error, UnsupportedError)):
                     raise
         self.shared = memory is not None
-        self._calls = 0
+        self.calls = 0
         self._compares = False  # a call that is new, of which nothing has run
         self._far: FarLines | None = None
         self._peers = [r for r in range(self.ranks) if r != self.rank]
@@ -190,7 +191,7 @@ class NoticeBoard:
                 self.check()
         self.calling = get_ident()
         mine = self._mine
-        calls = self._calls = self._calls + 1
+        calls = self.calls = self.calls + 1
         word = digest ^ self.forward
         if (times := mine[REFUSES] - calls * MAX_REFUSALS) > 0:
             word ^= times << REFUSED_BIT
@@ -218,7 +219,7 @@ class NoticeBoard:
     def _begin(self, digest: int) -> None:
         """Say that a call begins at which ranks meet."""
         self._compares = True
-        calls = self._calls = self._calls + 1
+        calls = self.calls = self.calls + 1
         times = self._refusals(self.rank, calls) << REFUSED_BIT
         self._mine[HEAD + calls % RING] = (digest ^ self.forward ^ times) | 1
         self._mine[CALLS] = calls
@@ -238,10 +239,10 @@ class NoticeBoard:
         """
         if digest not in self.facts:
             self._know(digest, facts)
-        at = (self._calls + 1) % RING
+        at = (self.calls + 1) % RING
         self._mine[NUMBERS + at] = number
         self._begin(digest)
-        calls = self._calls
+        calls = self.calls
         try:
             self._wait(CALLS, calls, Late(self, awaited, launched=False))
             for r in self._peers:
@@ -283,8 +284,8 @@ class NoticeBoard:
             self.fail(_told(error, f"{error} (rank {self.rank} has refused the call){RESTART}"))
         elif self.fault is None:
             _write(self._notes[self.rank], error)
-            times = self._refusals(self.rank, self._calls + 1) + 1
-            self._mine[REFUSES] = (self._calls + 1) * MAX_REFUSALS + min(times, MAX_REFUSALS - 1)
+            times = self._refusals(self.rank, self.calls + 1) + 1
+            self._mine[REFUSES] = (self.calls + 1) * MAX_REFUSALS + min(times, MAX_REFUSALS - 1)
 
     def _refusals(self, r: int, call: int) -> int:
         """How often rank `r` has refused what would have been that call, before it made it."""
@@ -314,7 +315,7 @@ class NoticeBoard:
             calls: how many had begun before it; None: as many as there are, but this one.
             op: of a call that has not begun.
         """
-        begun = self.calling if calls is None else self._calls != calls
+        begun = self.calling if calls is None else self.calls != calls
         self.calling = 0
         if error is None or not begun or isinstance(error, CounterpointError):
             if error is not None and begun:
@@ -322,7 +323,7 @@ class NoticeBoard:
             return
         if not is_told(error) and self.fault is None:
             mark_told(error)
-            op = op or self._facts_of(self.rank, self._calls).get("op", "counterpoint")
+            op = op or self._facts_of(self.rank, self.calls).get("op", "counterpoint")
             text = f"{op}: {self.names[self.rank]} has not ended this call"
             why = f", {type(error).__name__} has ended it there{RESTART}"
             self.fail(PeerTimeoutError(text + why, rank=self.rank, step="call"))
@@ -330,18 +331,13 @@ class NoticeBoard:
     @contextmanager
     def whole(self) -> Generator[None]:
         """Around calls that this rank makes together or not at all: see `end`."""
-        calls = self._calls
+        calls = self.calls
         try:
             yield
         except BaseException as error:
             self.end(error, calls)
             raise
         self.end(None)
-
-    @property
-    def calls(self) -> int:
-        """How many calls this rank has begun; equal on all ranks in one call."""
-        return self._calls
 
     @contextmanager
     def backward_of(self, forward: int) -> Generator[None]:
@@ -402,7 +398,7 @@ class NoticeBoard:
         except Refused as refused:  # a meeting hears of it by itself, and nothing has run then
             return None if compares or self._compares else refused.fault
         if found is None and (r := self.gone()) is not None:
-            op = self._facts_of(self.rank, self._calls).get("op")
+            op = self._facts_of(self.rank, self.calls).get("op")
             text = f"{op or 'counterpoint'}: {self.names[r]} did not come ({self.state(r)})"
             return PeerTimeoutError(text + RESTART, rank=r, step="call")
         return found
@@ -431,7 +427,7 @@ class NoticeBoard:
             if (wrong := self._different(r)) is not None:
                 return wrong
         for r in self._peers:
-            if self._lines[r][CALLS] < self._calls:
+            if self._lines[r][CALLS] < self.calls:
                 self._check_refusal(r)
         return None
 
@@ -450,7 +446,7 @@ class NoticeBoard:
         Raises:
             Refused: there is something.
         """
-        here, there = (self._refusals(each, self._calls) for each in (self.rank, r))
+        here, there = (self._refusals(each, self.calls) for each in (self.rank, r))
         error: CounterpointError | None = _read(self._notes[r]) if there > here else None
         if error is not None:
             raise Refused(_told(error, f"{error} (rank {r} has refused the call)"))
@@ -458,7 +454,7 @@ class NoticeBoard:
     def gone(self) -> int | None:
         """A rank that has not made the call that this one is in, and never will."""
         for r in self._peers:
-            if self._lines[r][CALLS] < self._calls and self.lost(r):
+            if self._lines[r][CALLS] < self.calls and self.lost(r):
                 return r
         return None
 
@@ -477,19 +473,19 @@ class NoticeBoard:
             Refused: it has refused the call that this rank is in.
         """
         line, mine = self._lines[r], self._mine
-        both = min(self._calls, line[CALLS])
-        first = max(self._compared[r], self._calls - RING, line[CALLS] - RING)
+        both = min(self.calls, line[CALLS])
+        first = max(self._compared[r], self.calls - RING, line[CALLS] - RING)
         for call in range(max(first, 0) + 1, both + 1):
             here, there = mine[HEAD + call % RING], line[HEAD + call % RING]
             if here == there:
                 continue
-            if call == self._calls:
+            if call == self.calls:
                 self._check_refusal(r)  # it has gone on to another one, then
             if self._unheard(r, call):
                 return None
             if here & there & 1:  # ranks that meet will say so there
                 continue
-            slot, last = HEAD + call % RING, max(line[CALLS], self._calls)
+            slot, last = HEAD + call % RING, max(line[CALLS], self.calls)
             if last - call >= RING - 1:  # overwritten by now
                 continue
             if line[CALLS] < call or (mine[slot], line[slot]) != (here, there):
@@ -569,7 +565,7 @@ class NoticeBoard:
             if self.state(r).endswith("dead"):
                 return r, self._lines[r][CALLS], min(DEAD_S, self.timeout_s)
         for r in self._peers:
-            if self._lines[r][CALLS] < self._calls:
+            if self._lines[r][CALLS] < self.calls:
                 return r, self._lines[r][CALLS], self.timeout_s
         return None
 
@@ -597,7 +593,7 @@ class NoticeBoard:
         self.awaits(None)
         if not compares:  # what it was called for is not what this rank meets for
             return self.fail(refused.fault)
-        calls = self._calls = self._mine[CALLS] = self._calls - 1  # it counts on no rank
+        calls = self.calls = self._mine[CALLS] = self.calls - 1  # it counts on no rank
         self._compared = [min(calls, each) for each in self._compared]
         self.refuse(refused.error)
         return mark_told(refused.error)
@@ -684,7 +680,7 @@ class NoticeBoard:
             line = self._lines[r]
             # who has yet to hear that this rank has refused an earlier one is in that, and says so
             # before it comes to this one
-            while (word != READ and self._ahead(r, self._calls)) or line[word] < count:
+            while (word != READ and self._ahead(r, self.calls)) or line[word] < count:
                 late.wait(r)
         late.end()
 

@@ -1,0 +1,139 @@
+"""Known calls of which a gradient is asked for: the bits and gradients of torch's dispatcher."""
+
+import gc
+import weakref
+from contextlib import nullcontext
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from drawing import Draw
+from on_ranks import on_ranks
+from rank_bodies import Watching
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import counterpoint as cp
+
+OPS = ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"]
+NEEDS = [needs for needs in product((False, True), repeat=3) if any(needs)]  # x, w, bias
+WAYS: list[dict[str, Any]] = [{}, {"plan": "graded"}, {"plan": "serial"}, {"dim": 1},
+                              {"rows": [4, 2, 6]}]  # fmt: skip
+
+
+def given(op: str, rank: int, ranks: int, how: dict[str, Any]) -> list[Tensor]:
+    torch.manual_seed(rank)
+    rows = how["rows"][rank] if "rows" in how and op == OPS[0] else 4 * ranks
+    shape = (2, rows, 8) if "dim" in how else (rows, 8)
+    return [torch.randn(*shape), torch.randn(8, 6), torch.randn(6)]
+
+
+def call(op: str, tensors: list[Tensor], how: dict[str, Any]) -> Tensor:
+    x, w, bias = tensors
+    names = {"dim": "gather_dim" if op == OPS[0] else "scatter_dim"}
+    return getattr(cp, op)(x, w, bias=bias, **{names.get(name, name): how[name] for name in how})
+
+
+def step(op: str, tensors: list[Tensor], needs: tuple[bool, ...], how: dict[str, Any]) -> Any:
+    """What dispatches the call, its result, and the gradients that are asked for."""
+    leaves = [t.detach().requires_grad_(need) for t, need in zip(tensors, needs, strict=True)]
+    y = call(op, leaves, how)
+    y.backward(torch.linspace(-1, 1, y.numel()).view(y.shape))
+    assert y.grad_fn is not None
+    return y.grad_fn.name(), [y.detach(), *(t.grad for t in leaves)]
+
+
+def same(one: list[Any], other: list[Any]) -> bool:
+    return all((a is None) == (b is None) and (a is None or torch.equal(a, b))
+               for a, b in zip(one, other, strict=True))  # fmt: skip
+
+
+def ways(op: str) -> list[dict[str, Any]]:
+    return [how for how in WAYS if op != OPS[2] or (not {"dim", "rows"} & {*how}
+            and how.get("plan") != "graded")]  # fmt: skip
+
+
+@pytest.mark.parametrize("op", OPS)
+@on_ranks(3)
+def test_they_have_the_bits_of_the_dispatcher(
+    rank: int, ranks: int, op: str, draw: Draw
+) -> list[str]:
+    wrong: list[str] = []
+    for how, needs in draw([*product(ways(op), NEEDS)], 9):
+        tensors = given(op, rank, ranks, how)
+        with Watching():
+            name, want = step(op, tensors, needs, how)
+        found = [step(op, tensors, needs, how) for _ in range(3)]
+        with torch.no_grad():
+            plain = call(op, tensors, how)
+        by = [way for way, _ in found]
+        # the result of another dim than the first is a view
+        if "dim" not in how and ("Generated" not in name or {*by} != {"EagerBackward"}):
+            wrong.append(f"{how} {needs}: by {name} and {by}")
+        if not all(same(want, each) for _, each in found) or not torch.equal(plain, want[0]):
+            wrong.append(f"{how} {needs}: other bits")
+    return wrong
+
+
+@pytest.mark.parametrize("op", OPS)
+@on_ranks(2)
+def test_a_rank_that_is_watched_meets_one_that_is_not(rank: int, ranks: int, op: str) -> list[str]:
+    tensors, needs, wrong = given(op, rank, ranks, {}), (True, True, True), list[str]()
+    _, want = step(op, tensors, needs, {})
+    for turn in range(4):
+        with Watching() if turn % 2 == rank else nullcontext():
+            name, found = step(op, tensors, needs, {})
+        wrong += [f"turn {turn} by {name}: other bits"] * (not same(want, found))
+    return wrong
+
+
+@pytest.mark.parametrize("op", OPS)
+@on_ranks(2)
+def test_checkpoints_and_hooks_of_saved_tensors_see_it(rank: int, ranks: int, op: str) -> list[str]:
+    tensors, wrong = given(op, rank, ranks, {}), list[str]()
+    _, want = step(op, tensors, (True, True, True), {})
+    packed: list[Tensor] = []
+
+    def pack(t: Tensor) -> Tensor:
+        packed.append(t)
+        return t.clone()
+
+    for recompute in (False, True):
+        leaves = [t.detach().requires_grad_() for t in tensors]
+        for _ in range(2):
+            for leaf in leaves:
+                leaf.grad = None
+            with nullcontext() if recompute else torch.autograd.graph.saved_tensors_hooks(
+                pack, lambda t: t
+            ):  # fmt: skip
+                y = (checkpoint(call, op, leaves, {}, use_reentrant=False) if recompute
+                     else call(op, leaves, {}))  # fmt: skip
+            assert isinstance(y, Tensor)
+            y.backward(torch.linspace(-1, 1, y.numel()).view(y.shape))
+            if not same(want, [y.detach(), *(t.grad for t in leaves)]):
+                wrong.append(f"recompute={recompute}: other bits")
+    return wrong + ["two tensors are saved"] * (len(packed) != 4)
+
+
+@pytest.mark.parametrize("op", OPS)
+@on_ranks(2)
+def test_what_is_remembered_holds_no_tensor(rank: int, ranks: int, op: str) -> list[str]:
+    tensors = [t.requires_grad_() for t in given(op, rank, ranks, {})]
+    for _ in range(2):
+        call(op, tensors, {}).sum().backward()
+    left = [weakref.ref(t) for t in tensors]
+    del tensors
+    gc.collect()
+    return [f"tensor {i} is held" for i, ref in enumerate(left) if ref() is not None]
+
+
+@on_ranks(2)
+def test_a_gradient_of_a_gradient_is_refused(rank: int, ranks: int) -> None:
+    for op in OPS:
+        tensors = [t.requires_grad_() for t in given(op, rank, ranks, {})]
+        for _ in range(2):
+            y = call(op, tensors, {})
+            (dx,) = torch.autograd.grad(y.square().sum(), tensors[:1], create_graph=True)
+            with pytest.raises(cp.UnsupportedError, match="double backward"):
+                dx.sum().backward()
