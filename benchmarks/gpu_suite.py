@@ -43,10 +43,11 @@ LOG_LINES = 120  # of what a part printed, where it failed
 SHORT_S = {
     "overlap": 10, "few_rows": 10, "decode": 10, "experts": 10, "embedding": 10, "steps": 10,
     "training": 10, "resources": 10, "copies": 10, "transports": 10, "losses": 10, "ficco": 5,
-    "evaluate": 10, "compile": 34, "soak": 5, "attention": 5, "embedding_gradient": 5,
+    "evaluate": 10, "compile": 32, "soak": 5, "attention": 5, "embedding_gradient": 5,
     "norms": 5, "fp8": 10, "attention_replay": 3, "overlap_replay": 2, "epilogue": 3,
     "expert_layer": 4, "invariant": 3, "two_islands": 16, "prefill": 4, "decode_experts": 3,
     "fsdp": 15, "fsdp_models": 10, "expert_calls": 8, "transformers_experts": 0, "advise": 0,
+    "host_calls": 2,
 }  # fmt: skip
 
 

@@ -24,6 +24,7 @@ from benchmarks import (
     expert_tensors,
     experts,
     fp8,
+    host_calls,
     invariant,
     norms,
     overlap,
@@ -72,6 +73,7 @@ CASES: dict[str, tuple[Benchmark, Case]] = {
     "few tokens": (decode_experts.DECODE_EXPERTS, decode_experts.case_of(SMALL, 5)),
     "one token": (decode_experts.DECODE_EXPERTS, decode_experts.case_of(SMALL, 1)),
     "expert calls": (expert_calls.EXPERT_CALLS, expert_calls.case_of(SMALL, 5)),
+    "host calls": (host_calls.HOST_CALLS, host_calls.case_of("matmul_reduce_scatter", 8, 16, 8)),
     "shared experts": (expert_calls.EXPERT_CALLS, expert_calls.case_of(SMALL, 5, 24)),
 }  # fmt: skip
 ARMS = {
@@ -106,6 +108,7 @@ ARMS = {
     "few tokens": {*decode_experts.THEIRS, *decode_experts.OURS},
     "one token": {*decode_experts.THEIRS, *decode_experts.OURS},
     "expert calls": {"default", "max_rows", "torch", expert_calls.PRODUCT},
+    "host calls": {host_calls.OURS, host_calls.DISPATCHER, host_calls.PRODUCT},
     "shared experts": {"behind", "shared", expert_calls.PRODUCT},
 }  # fmt: skip
 
