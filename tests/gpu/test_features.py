@@ -112,10 +112,10 @@ def test_kernels_are_compiled_once_and_launched_directly(gpus):
 
 
 def test_what_every_eager_call_asks_torch(gpus):
-    """Dispatch modes, autocast, the current stream's handle, the group's own collectives."""
+    """Modes, keys of tensors, autocast, the current stream's handle, the group's collectives."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from counterpoint.ops import call
+    from counterpoint.ops import watched
     from counterpoint.runtime import library
     from counterpoint.runtime.lanes_cuda import raw_stream
     from counterpoint.runtime.notice_board import Awaited
@@ -125,12 +125,16 @@ def test_what_every_eager_call_asks_torch(gpus):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             return func(*args, **(kwargs or {}))
 
-    assert call.num_dispatch_modes() == 0
+    assert watched.keys_of_thread().raw_repr() in watched.USUAL
     with Mode():
-        assert call.num_dispatch_modes() == 1
-    assert not call._any_autocast()
+        assert watched.keys_of_thread().raw_repr() not in watched.USUAL
+    plain, numbers = watched.keys_of_plain("cuda"), torch.ones(2, 3, device=gpus)
+    for t in (numbers, numbers.t(), torch.nn.Parameter(numbers)):
+        assert watched.keys_of(t).raw_repr() in plain
+    assert watched.keys_of(torch._efficientzerotensor((2,), device=gpus)).raw_repr() not in plain
+    assert not watched.any_autocast()
     with torch.autocast("cuda", torch.bfloat16):
-        assert call._any_autocast()
+        assert watched.any_autocast()
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         assert raw_stream(gpus.index) == side.cuda_stream

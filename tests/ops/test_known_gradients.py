@@ -1,20 +1,27 @@
 """Known calls of which a gradient is asked for: the bits and gradients of torch's dispatcher."""
 
 import gc
+import warnings
 import weakref
 from contextlib import nullcontext
 from itertools import product
+from threading import Thread
 from typing import Any
 
 import pytest
 import torch
 from drawing import Draw
 from on_ranks import on_ranks
-from rank_bodies import Watching
-from torch import Tensor
+from rank_bodies import Watching, world
+from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 import counterpoint as cp
+from counterpoint.nn import rowwise
+from counterpoint.ops import watched
+from counterpoint.ops.backward import gradients_of_scatter
 
 OPS = ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"]
 NEEDS = [needs for needs in product((False, True), repeat=3) if any(needs)]  # x, w, bias
@@ -69,7 +76,7 @@ def test_they_have_the_bits_of_the_dispatcher(
             plain = call(op, tensors, how)
         by = [way for way, _ in found]
         # the result of another dim than the first is a view
-        if "dim" not in how and ("Generated" not in name or {*by} != {"EagerBackward"}):
+        if "dim" not in how and ("Generated" not in name or {*by} != {f"{op}Backward"}):
             wrong.append(f"{how} {needs}: by {name} and {by}")
         if not all(same(want, each) for _, each in found) or not torch.equal(plain, want[0]):
             wrong.append(f"{how} {needs}: other bits")
@@ -137,3 +144,110 @@ def test_a_gradient_of_a_gradient_is_refused(rank: int, ranks: int) -> None:
             (dx,) = torch.autograd.grad(y.square().sum(), tensors[:1], create_graph=True)
             with pytest.raises(cp.UnsupportedError, match="double backward"):
                 dx.sum().backward()
+
+
+class Doubled(TorchFunctionMode):
+    """Doubles the results of our operators."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        y = func(*args, **kwargs or {})
+        return 2 * y if "counterpoint" in str(func) else y
+
+
+@pytest.mark.parametrize("op", OPS)
+@on_ranks(2)
+def test_whatever_watches_a_call_sees_it(rank: int, ranks: int, op: str) -> list[str]:
+    """Though nothing shows it but the keys of torch's dispatcher."""
+    x, w, _ = given(op, rank, ranks, {})
+    w.requires_grad_()
+    wrong: list[str] = []
+
+    def plain(x: Tensor) -> Tensor:
+        return getattr(cp, op)(x, w)
+
+    for _ in range(2):
+        y = plain(x)
+    with Doubled():
+        wrong += ["a function mode"] * (not torch.equal(plain(x), 2 * y))
+    graph = make_fx(plain, pre_dispatch=True)(x).graph
+    wrong += ["pre-dispatch"] * (f"counterpoint.{op}" not in str(graph))
+    module = nn.Module()
+    module.register_parameter("w", nn.Parameter(w.detach()))
+    module.forward = lambda x: getattr(cp, op)(x, module.w)  # type: ignore[method-assign]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        traced = torch.jit.trace(module, (x,), check_trace=False)  # pyright: ignore
+    wrong += ["jit.trace"] * (f"counterpoint::{op}" not in str(traced.graph))  # type: ignore[attr-defined]
+    return wrong
+
+
+@on_ranks(2)
+def test_gradients_that_are_no_plain_numbers(rank: int, ranks: int) -> list[str]:
+    x, w, _ = given(OPS[1], rank, ranks, {})
+    x.requires_grad_()
+    wrong: list[str] = []
+    for _ in range(2):
+        y = cp.matmul_reduce_scatter(x, w)
+        (dx,) = torch.autograd.grad(y, x, torch._efficientzerotensor(y.shape))
+        wrong += ["of zeros"] * bool(dx.any())
+
+    def of(x: Tensor) -> Tensor:
+        return cp.matmul_reduce_scatter(x, w)
+
+    y, vjp = torch.func.vjp(of, x)
+    (want,) = torch.autograd.grad(of(x), x, torch.ones_like(y))
+    with torch.no_grad():
+        for _ in range(3):
+            wrong += ["of vjp"] * (not torch.equal(vjp(torch.ones_like(y))[0], want))
+    own = x[:4].detach()
+    loop, batched = (
+        torch.autograd.functional.jacobian(of, own, vectorize=vectorize)
+        for vectorize in (False, True)
+    )
+    assert isinstance(loop, Tensor) and isinstance(batched, Tensor)
+    return wrong + ["of a batch"] * (not torch.allclose(loop, batched, atol=1e-6))
+
+
+@on_ranks(2)
+def test_a_backward_in_a_group_that_was_made_anew_is_refused(rank: int, ranks: int) -> None:
+    """Where this rank is another one by now, or their number is."""
+    x, w, _ = given(OPS[1], rank, ranks, {})
+    rows, name = [3, 5], world().group_name
+    dy = cp.matmul_reduce_scatter(x, w, rows=rows)
+    for needs in ((True, True), (False, True), (True, True)):
+        gradients_of_scatter(dy, x, w, needs, "auto", rows, (name, ranks, rank))
+        for where, said in (((name, ranks, 1 - rank), "rank must be"),
+                            ((name, 3, rank), "group_size must be")):  # fmt: skip
+            with pytest.raises(cp.InputError, match=said):
+                gradients_of_scatter(dy, x, w, needs, "auto", rows, where)
+
+
+@pytest.mark.parametrize("name", ["gathered", "scattered"])
+@on_ranks(2)
+def test_a_backward_that_a_compiler_traces(rank: int, ranks: int, name: str) -> None:
+    torch.manual_seed(rank)
+    call = getattr(rowwise, name)
+    given = torch.randn(8, 16).bfloat16(), torch.randn(16, 16).bfloat16()
+    found: list[list[Tensor]] = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # dynamo's own
+        for run in (call, torch.compile(call, fullgraph=True, backend="aot_eager")):
+            x, w = (t.detach().requires_grad_() for t in given)
+            y = run(x, w, None, world(), "auto", 0)
+            found.append([y, *torch.autograd.grad(y.float().square().sum(), (x, w))])
+    assert same(*found)
+
+
+def test_the_keys_of_what_nothing_watches():
+    """In a thread of its own, and of tensors that are views, parameters or of inference mode."""
+    found: list[int] = []
+    thread = Thread(target=lambda: found.append(watched.keys_of_thread().raw_repr()))
+    thread.start()
+    thread.join()
+    assert {*found, watched.keys_of_thread().raw_repr()} <= watched.USUAL
+    numbers, plain = torch.ones(2, 3), watched.keys_of_plain("cpu")
+    with torch.inference_mode():
+        assert watched.keys_of_thread().raw_repr() in watched.USUAL
+        assert watched.keys_of(numbers + 1).raw_repr() in plain
+    for t in (numbers.t(), nn.Parameter(numbers), numbers.bfloat16()[1:], numbers.requires_grad_()):
+        assert watched.keys_of(t).raw_repr() in plain

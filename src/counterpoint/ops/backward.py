@@ -10,7 +10,7 @@ several weights, each has its dy_i and its dw_i, and dx is of the sum.
     all_gather_matmul_wgrad         dw of the first alone, where x needs no gradient
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from math import prod
 from typing import Any, cast
@@ -227,25 +227,38 @@ register(WGRAD, _run_wgrad, _fake_wgrad, refuse_double_matmul,
          flops=_flops_of_wgrad)  # fmt: skip
 
 
+def _known(op: str) -> Operator:
+    """An operator by its name."""
+    assert implementation(op)  # whose module declares it
+    return Operator.known[op]
+
+
 def _called(
-    op: str, operator: Operator, tensors: Any, given: tuple[Any, ...], plan: str,
-    rows: list[int], where: tuple[str, int] | tuple[str, int, int],
+    op: str, of: tuple[Callable[..., Operator], *tuple[Any, ...]], tensors: Any,
+    given: tuple[Any, ...], plan: str, rows: list[int],
+    where: tuple[str, int] | tuple[str, int, int],
 ) -> Sequence[Tensor]:  # fmt: skip
     """An operator of a gradient: at once where nothing else sees the call, else by torch.
 
     Args:
         op: as torch has it.
-        operator: made once, and kept.
+        of: what makes the operator, which it makes once, and of what.
         tensors: of the operator.
         given: the tensors as torch has them.
     """
-    as_known, group = f"gradient by {op}", group_of(where[0])
-    settings = (*where, id(operator))
-    found, key, group = call.repeated(as_known, tensors, group, plan, rows, settings=settings)
-    if found is not None:
-        return found
-    if key is not None:
-        return call.ran(operator, tensors, in_force(plan), rows, group, key)
+    if not torch.compiler.is_compiling():
+        group = group_of(where[0])
+        # else a group of this name was made anew: torch's way refuses that
+        if (group.size(), group.rank())[: len(where) - 1] == where[1:]:
+            settings = (*where, *of[1:])
+            found, key, _ = call.repeated(
+                f"gradient by {op}", tensors, group, plan, rows, settings=settings
+            )  # fmt: skip
+            if found is not None:
+                return found
+            if key is not None:
+                operator, *arguments = of
+                return call.ran(operator(*arguments), tensors, in_force(plan), rows, group, key)
     results = getattr(torch.ops.counterpoint, op)(*given, plan, rows, *where)
     return (results,) if isinstance(results, Tensor) else results
 
@@ -270,17 +283,17 @@ def gradients_of_gather(
     if need_dx and need_dw:
         op = "all_gather_matmul_backward"
         tensors, plan = (*dys, x, *wts), backward_plan(op, plan, rows)
-        dx, *dws = _called(op, gather_of(count), tensors, (dys, x, ws), plan, rows, where)
+        dx, *dws = _called(op, (gather_of, count), tensors, (dys, x, ws), plan, rows, where)
         return dx, dws
     if need_dx:
         plan, sums = backward_plan("matmul_reduce_scatter", plan, rows), (*dys, *wts)
-        op, operator = "matmul_reduce_scatter_sum", operator_of_sum(count)
-        (dx,) = _called(op, operator, sums, (dys, wts), plan, rows, where)
+        op, of = "matmul_reduce_scatter_sum", (operator_of_sum, count)
+        (dx,) = _called(op, of, sums, (dys, wts), plan, rows, where)
         return dx, None
     if need_dw:
         plan, stored = backward_plan(WGRAD, plan, rows), _transposed(ws[0])
-        operator, given = wgrad_of(count, stored), (x, dys, stored)
-        return None, [*_called(WGRAD, operator, (x, *dys), given, plan, rows, where)]
+        of, given = (wgrad_of, count, stored), (x, dys, stored)
+        return None, [*_called(WGRAD, of, (x, *dys), given, plan, rows, where)]
     return None, None
 
 
@@ -299,17 +312,16 @@ def gradients_of_scatter(
     if need_dx and need_dw:
         op = SCATTER.op
         plan = backward_plan(op, plan, rows)
-        dx, dw = _called(op, SCATTER, (dy, x, wt), (dy, x, w), plan, rows, where)
+        dx, dw = _called(op, (_known, op), (dy, x, wt), (dy, x, w), plan, rows, where)
         return dx, dw
     if need_dx:
         op, tensors = "all_gather_matmul", (dy, wt, None, None, None)
-        assert implementation(op)  # whose module declares it
         plan, size = backward_plan(op, plan, rows), where[:2]
-        (dx,) = _called(op, Operator.known[op], tensors, tensors[:3], plan, rows, size)
+        (dx,) = _called(op, (_known, op), tensors, tensors[:3], plan, rows, size)
         return dx, None
     if need_dw:  # dy is what is gathered, and dw comes out transposed
         plan, stored = backward_plan(WGRAD, plan, rows), not _transposed(w)
-        operator, given = wgrad_of(1, stored), (dy, [x], stored)
-        (dwt,) = _called(WGRAD, operator, (dy, x), given, plan, rows, where)
+        of, given = (wgrad_of, 1, stored), (dy, [x], stored)
+        (dwt,) = _called(WGRAD, of, (dy, x), given, plan, rows, where)
         return None, dwt.t()
     return None, None

@@ -16,10 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
+from torch.utils import _device as device
 
 from counterpoint.errors import CounterpointError, UnsupportedError
-from counterpoint.ops import batch_invariant
-from counterpoint.ops.agreement import Input, agree, checking, num_dispatch_modes, words_of
+from counterpoint.ops import batch_invariant, watched
+from counterpoint.ops.agreement import Input, agree, checking, words_of
 from counterpoint.ops.check import check_group
 from counterpoint.ops.plans import KEYS, in_force, of_islands, plan_of
 from counterpoint.ops.register import with_gradient
@@ -33,9 +34,6 @@ from counterpoint.runtime.ranks import group_of
 from counterpoint.runtime.scaled import FP8
 from counterpoint.runtime.workspace import Action, Operands, Workspace, workspace_of, workspaces
 
-# both private, and asked at each call: a feature test holds them
-_any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled  # pyright: ignore
-transformed: Callable[[], object] = torch._C._functorch.peek_interpreter_stack  # pyright: ignore
 Shape = tuple[int, ...]
 Tensors = Sequence[Tensor | None]  # of a call, in the order of its operator's inputs
 Words = tuple[dict[str, str], CounterpointError | None]
@@ -256,17 +254,20 @@ def key_of(
 ) -> tuple[object, ...] | None:  # fmt: skip
     """What a call that nothing watches is remembered by; None: it goes through the dispatcher.
 
-    That is a call while tracing or compiling, under a dispatch mode or autocast, of a tensor
-    subclass, or one of which a gradient is asked for, but of operators of `WITH_GRADIENT`.
+    That is a call while tracing or compiling, under a mode or autocast, of a tensor subclass or of
+    one whose numbers are not those in memory, and one of which a gradient is asked for, but of
+    operators of `WITH_GRADIENT`.
 
     Args:
         counted: how many rows the first tensor has is nothing to remember.
         whole: of a layer, which sees to autocast and to gradients itself.
     """
     # a compiler first: it traces what follows
-    if torch.compiler.is_compiling() or num_dispatch_modes() or transformed():
+    if torch.compiler.is_compiling() or watched.keys_of_thread().raw_repr() not in watched.USUAL:
         return None
-    if (not whole and _any_autocast()) or type(dim) is not int:
+    if (not whole and watched.any_autocast()) or type(dim) is not int:
+        return None
+    if (modes := watched.function_modes()) and modes > (device.CURRENT_DEVICE is not None):
         return None
     if forward_ad._current_level >= 0:  # pyright: ignore[reportPrivateUsage]
         return None
@@ -279,6 +280,7 @@ def key_of(
     key: list[object] = [(op, batch_invariant.depth > 0), plan, dim]
     first: Any = tensors[0]
     try:
+        plain = watched.keys_of_plain(first.device.type)
         for t in tensors:
             if t is None:
                 key.append(None)
@@ -290,7 +292,9 @@ def key_of(
                 if not whole and op not in WITH_GRADIENT:
                     return None
                 key.append(grad)
-            if t.is_neg():  # its numbers are not those in memory: the dispatcher makes them so
+            # else its numbers are not those in memory, or something sees what is done with it
+            keys = watched.keys_of(t).raw_repr()
+            if keys not in plain and keys not in watched.keys_of_plain(t.device.type):
                 return None
             key += (t.shape, t.stride(), t.dtype, t.device)
         if counted:

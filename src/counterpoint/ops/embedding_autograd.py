@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from counterpoint.ops.call import num_dispatch_modes
+from counterpoint.ops.agreement import num_dispatch_modes
 from counterpoint.ops.embedding_call import Ready
 from counterpoint.ops.embedding_exchange import Sent, exchange
 from counterpoint.ops.embedding_gradients import (

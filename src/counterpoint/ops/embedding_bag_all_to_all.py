@@ -10,8 +10,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo  # pyright: ignore[reportPrivateUsage]
 
 from counterpoint.errors import InputError
-from counterpoint.ops.agreement import left
-from counterpoint.ops.call import num_dispatch_modes, transformed
+from counterpoint.ops.agreement import left, num_dispatch_modes
 from counterpoint.ops.check import check_group, is_fake
 from counterpoint.ops.embedding_autograd import (
     ANCHOR,
@@ -31,6 +30,7 @@ from counterpoint.ops.plans import plan_key
 from counterpoint.ops.pooled_outputs import PooledOutputs
 from counterpoint.ops.register import register
 from counterpoint.ops.samples import Sample
+from counterpoint.ops.watched import transformed
 from counterpoint.plan.embedding_bag_all_to_all import OP
 from counterpoint.plan.steps import Plan
 from counterpoint.problem import Problem

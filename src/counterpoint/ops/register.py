@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
@@ -126,6 +127,7 @@ class WithGradient(NamedTuple):
     """A call whose facts are known, and of whose operands a gradient is asked for.
 
     Args:
+        function: an `Eager`, named as the operator.
         ready: the call, of one result, and the board of its group.
         keep: puts into a context what `backward` needs.
         backward: gradients, from a context and those of the results.
@@ -133,6 +135,7 @@ class WithGradient(NamedTuple):
         at: where those stand.
     """
 
+    function: type[Eager]
     ready: Any
     keep: Callable[..., None]
     backward: Callable[..., Any]
@@ -143,8 +146,14 @@ class WithGradient(NamedTuple):
         given = [*self.given]
         for i, t in zip(self.at, tensors, strict=True):
             given[i] = t
-        y: Any = Eager.apply(self, tensors, *given)
+        y: Any = self.function.apply(self, tensors, *given)
         return [y]
+
+
+@cache
+def _named(op: str) -> type[Eager]:
+    """What a profiler shows, and a result's grad_fn."""
+    return type(op, (Eager,), {})
 
 
 def with_gradient(ready: Any, op: str, given: tuple[Any, ...]) -> Any:
@@ -157,7 +166,7 @@ def with_gradient(ready: Any, op: str, given: tuple[Any, ...]) -> Any:
         return ready
     found, others = IMPLEMENTED[op], (None if i in at else each for i, each in enumerate(given))
     assert found.keep is not None and found.backward is not None, f"{op} has a gradient"
-    return WithGradient(ready, found.keep, found.backward, tuple(others), at)
+    return WithGradient(_named(op), ready, found.keep, found.backward, tuple(others), at)
 
 
 def _transformed(
