@@ -321,3 +321,17 @@ def test_a_copy_that_blocks_was_asked_for_when_its_call_began(tmp_path):
     trace.event("cuda_runtime", "cudaMemcpyAsync", 10, 595, correlation=trace.launches)
     idle = first_of(trace, tmp_path).idle_s
     assert (idle["launching"], us(idle["dependencies"])) == (0, 400)
+
+
+def test_one_persistent_kernel_of_two_shapes_is_told_by_what_runs_beside_it(tmp_path):
+    """Layers repeat each other: a norm before the one, an activation before the other."""
+    trace = TraceFile().step(1, -100, 9000)
+    for i, slow in enumerate((1.0, 1.0, 1.25)):
+        start = 2000 * i
+        trace.gpu("rms_norm", start, 10, asked=-10).gpu("gemm", start + 10, 100 * slow, asked=-10)
+        trace.gpu("silu", start + 200, 10, asked=-10).gpu("gemm", start + 210, 400 * slow, asked=-9)
+    trace.gpu("rms_norm", 6000, 10, asked=-9)
+    trace.collective("all_gather", 4010, 700, asked=-8)
+    found = first_of(trace, tmp_path)
+    assert us(found.slowed_s) == 25 + 100
+    assert us(found.lost_s) == us(found.exposed_s) + 125

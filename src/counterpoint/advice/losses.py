@@ -11,6 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,7 +25,8 @@ from counterpoint.advice.kinds import (
 from counterpoint.advice.trace import FSDP, Activity, Range, Trace
 
 # kernels that are compared with themselves: as long, beside no communication or beside some
-COMPARED_S, ALONE, LEAST = 5e-6, 0.05, 3
+COMPARED_S, ALONE, LEAST = 5e-6, 0.05, 2
+ALIKE = 1.15  # times of kernels of one shape: the longest over the shortest
 MOST = 2.5  # times as long as alone: beyond, it is a kernel of another shape
 # all of whose ranks wait for each other
 MEETS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all")
@@ -99,6 +101,12 @@ class Losses:
     compared_s: float
     collectives: tuple[Collective, ...]
 
+    @property
+    def lost_s(self) -> float:
+        """To communication in all: what ran beside it and not alone lost as much as what did."""
+        slowed_s = self.slowed_s * self.beside_s / self.compared_s if self.compared_s else 0.0
+        return self.exposed_s + self.late_s + self.packing_s + slowed_s
+
 
 CAUSES = ("launching", "data", "synchronizing", "host copies", "dependencies", "unknown")
 Late = Mapping[int, float]  # by place among a trace's activities, seconds
@@ -138,20 +146,57 @@ def _lasts(each: Activity) -> float:
     return each.end_s - each.start_s
 
 
-def bases(trace: Trace) -> dict[tuple[str, str], float]:
-    """Seconds of kernels that run beside no communication, by name and grid."""
+class Bases(NamedTuple):
+    """What kernels take that run beside no communication.
+
+    A persistent matmul has one name and one grid whatever it multiplies. What runs before and
+    behind it tells one shape from another: layers repeat each other.
+
+    Args:
+        keys: name and grid of each activity, and of its neighbours among its stream's computation.
+        seconds: by such a key; and by the first two of it, where all of them are alike.
+    """
+
+    keys: Sequence[tuple[str, ...]]
+    seconds: Mapping[tuple[str, ...], float]
+
+    def of(self, place: int) -> float:
+        """Of an activity by its place in the trace; 0: unknown."""
+        key = self.keys[place]
+        return self.seconds.get(key) or self.seconds.get(key[:2], 0.0)
+
+
+def bases(trace: Trace) -> Bases:
+    """Of all steps."""
     communicates = Cover(_spans(each for each in trace.activities if each.kind == COMMUNICATION))
-    alone: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
-    compared = _compared(trace.activities)
-    for each, share in zip(compared, _shares(compared, communicates), strict=True):
+    keys = _keys(trace.activities)
+    alone: defaultdict[tuple[str, ...], list[float]] = defaultdict(list)
+    compared = _compared(enumerate(trace.activities))
+    for (place, each), share in zip(compared, _shares(compared, communicates), strict=True):
         if share < ALONE:
-            alone[each.name, each.grid].append(_lasts(each))
-    return {key: median(times) for key, times in alone.items() if len(times) >= LEAST}
+            for key in (keys[place], keys[place][:2]):
+                alone[key].append(_lasts(each))
+    return Bases(keys, {
+        key: median(times) for key, times in alone.items() if len(times) >= LEAST
+        and (len(key) > 2 or max(times) <= ALIKE * min(times))
+    })  # fmt: skip
 
 
-def losses_of(
-    trace: Trace, step: Range, late: Late, base: Mapping[tuple[str, str], float]
-) -> Losses:
+def _keys(activities: Sequence[Activity]) -> list[tuple[str, ...]]:
+    """See `Bases`; of what is no computation, its own name and grid."""
+    found: list[tuple[str, ...]] = [(each.name, each.grid) for each in activities]
+    streams: defaultdict[str, list[int]] = defaultdict(list)
+    for place, each in enumerate(activities):
+        if each.kind == COMPUTATION:
+            streams[each.stream].append(place)
+    for places in streams.values():
+        own = [found[place] for place in places]
+        for place, *near in zip(places, own, [("", ""), *own], [*own[1:], ("", "")], strict=False):
+            found[place] = tuple(word for each in near for word in each)
+    return found
+
+
+def losses_of(trace: Trace, step: Range, late: Late, base: Bases) -> Losses:
     """Where a step of a rank went.
 
     Args:
@@ -174,7 +219,7 @@ def losses_of(
     )
     rows = _collectives(inside, step, late, computes, of[COMPUTATION])
     late_s = sum(each.late_s or 0.0 for each in rows)
-    slowed_s, beside_s, compared_s = _slowed(of[COMPUTATION], communicates, base)
+    slowed_s, beside_s, compared_s = _slowed(inside, communicates, base)
     return Losses(
         rank=trace.rank, time_s=end_s - start_s, computation_s=computation_s,
         exposed_s=max(0.0, both_s - computation_s - late_s), late_s=late_s,
@@ -189,34 +234,34 @@ def _spans(activities: Iterable[Activity]) -> Iterable[tuple[float, float]]:
     return ((each.start_s, each.end_s) for each in activities)
 
 
-def _compared(activities: Iterable[Activity]) -> list[Activity]:
+def _compared(activities: Iterable[tuple[int, Activity]]) -> list[tuple[int, Activity]]:
     return [
-        each for each in activities
+        (place, each) for place, each in activities
         if each.kind == COMPUTATION and each.blocks and _lasts(each) >= COMPARED_S
     ]  # fmt: skip
 
 
-def _shares(activities: Sequence[Activity], covered: Cover) -> list[float]:
+def _shares(activities: Sequence[tuple[int, Activity]], covered: Cover) -> list[float]:
     """Which share of each is covered."""
-    times = np.array([*_spans(activities)]).reshape(-1, 2)
+    times = np.array([*_spans(each for _, each in activities)]).reshape(-1, 2)
     return (covered.within(times[:, 0], times[:, 1]) / (times[:, 1] - times[:, 0])).tolist()
 
 
 def _slowed(
-    computation: Sequence[Activity], communicates: Cover, base: Mapping[tuple[str, str], float]
+    inside: Iterable[tuple[int, Activity]], communicates: Cover, base: Bases
 ) -> tuple[float, float, float]:
     """Seconds lost beside communication, of computation there, and of what could be compared."""
-    lost: defaultdict[tuple[str, str], float] = defaultdict(float)
+    lost: defaultdict[tuple[str, ...], float] = defaultdict(float)
     beside_s = compared_s = 0.0
-    compared = _compared(computation)
-    for each, share in zip(compared, _shares(compared, communicates), strict=True):
+    compared = _compared(inside)
+    for (place, each), share in zip(compared, _shares(compared, communicates), strict=True):
         if share < ALONE:
             continue
         beside_s += _lasts(each)
-        alone_s = base.get((each.name, each.grid), 0.0)
+        alone_s = base.of(place)
         if _lasts(each) < MOST * alone_s:
             compared_s += _lasts(each)
-            lost[each.name, each.grid] += _lasts(each) - alone_s
+            lost[base.keys[place]] += _lasts(each) - alone_s
     return sum(max(0.0, each) for each in lost.values()), beside_s, compared_s
 
 

@@ -8,9 +8,10 @@ rows by `make readme`.
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 from counterpoint.advice.losses import Collective, Losses
@@ -47,9 +48,9 @@ class Remedy:
         why: what the trace shows, in a sentence.
         line: to write, or the setting.
         bound_s: seconds of a step that it saves at most.
-        saves_s: what it would save by the most similar measured case, or by the cost model where
+        saves_s: what it would save by the most similar measured cases, or by the cost model where
             there is none; None: not known.
-        gain: that case.
+        gain: the first of those.
     """
 
     name: str
@@ -68,7 +69,10 @@ def gains() -> dict[str, tuple[Gain, ...]]:
 
 
 def nearest(mechanism: str, size: float, gpus: int, gpu: str) -> Gain | None:
-    """The measured case that is most similar: in size first, then GPUs and their kind."""
+    """The measured case that is most similar: in size first, then GPUs and their kind.
+
+    Its share is the median of the three most similar ones: each alone has its own chances.
+    """
     kind = next((word for word in ("H200", "H100") if word in gpu), "")
     found = gains().get(mechanism, ())
 
@@ -76,7 +80,8 @@ def nearest(mechanism: str, size: float, gpus: int, gpu: str) -> Gain | None:
         factor = abs(math.log2(each.size / size)) if size > 0 else 0.0
         return round(factor, 1), abs(each.gpus - gpus), each.gpu != kind
 
-    return min(found, key=far) if found else None
+    near = sorted(found, key=far)[:3]
+    return replace(near[0], share=median(each.share for each in near)) if near else None
 
 
 class _Words(NamedTuple):
@@ -189,7 +194,7 @@ def _of_collectives(name: str, rows: Sequence[Collective], losses: Losses, trace
     """What takes these collectives, and what that brought where it was measured."""
     bound_s, size = _bound(rows), max(each.num_bytes for each in rows)
     if name == "overlap":
-        bound_s += losses.packing_s + losses.slowed_s
+        bound_s += losses.lost_s - losses.exposed_s - losses.late_s  # copies, and what is slowed
         size = bound_s / losses.time_s
     elif name == "data parallel":  # nothing can hide the last bucket
         last_s = sum(each.time_s / max(1.0, each.calls) for each in rows)

@@ -100,7 +100,8 @@ def remedy_cells(each: Remedy, time_s: float) -> list[str]:
         likely = f"{won(each.saves_s)} by the cost model"
     else:
         gain = each.gain
-        likely = f"{won(each.saves_s)} as in {gain.case}, {gain.gpus} {gain.gpu}s, {gain.date}"
+        where = f"{gain.case}, {gain.gpus} {gain.gpu}s, {gain.date}"
+        likely = f"{won(each.saves_s)} as in cases like {where}"
     return [each.name, each.why, won(each.bound_s), likely, each.line]
 
 
