@@ -37,8 +37,7 @@ def test_arms_of_a_step_that_is_advised(rank: int, ranks: int):
 
 def test_a_table_of_advice():
     """What is lost and saved, and how far from true."""
-    said = {"advised_exposed_ms": 5.0, "advised_packing_ms": 3.0, "advised_slowed_ms": 2.0,
-            "advised_saves_ms": 4.5}  # fmt: skip
+    said = {"scoring": 2, "advised_lost_ms": 10.0, "advised_saves_ms": 4.5}
     made = dict.fromkeys(("date", "commit", "gpu", "torch", "driver", "nccl", "triton"), "x")
     made |= {"ranks": 2, "num_gpus": 2, "multicast": False, "nvls": False}
     rows = [
