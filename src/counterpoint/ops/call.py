@@ -254,9 +254,8 @@ def key_of(
 ) -> tuple[object, ...] | None:  # fmt: skip
     """What a call that nothing watches is remembered by; None: it goes through the dispatcher.
 
-    That is a call while tracing or compiling, under a mode or autocast, of a tensor subclass or of
-    one whose numbers are not those in memory, and one of which a gradient is asked for, but of
-    operators of `WITH_GRADIENT`.
+    That is one under a compiler, a tracer, a mode or autocast, of tensors that are not just numbers
+    in memory, or of which a gradient is asked for, but of `WITH_GRADIENT`.
 
     Args:
         counted: how many rows the first tensor has is nothing to remember.
@@ -267,9 +266,8 @@ def key_of(
         return None
     if (not whole and watched.any_autocast()) or type(dim) is not int:
         return None
-    if (modes := watched.function_modes()) and modes > (device.CURRENT_DEVICE is not None):
-        return None
-    if forward_ad._current_level >= 0:  # pyright: ignore[reportPrivateUsage]
+    default = device.CURRENT_DEVICE is not None  # a mode, too
+    if watched.function_modes() > default or forward_ad._current_level >= 0:  # pyright: ignore
         return None
     grad = torch.is_grad_enabled()
     if not isinstance(plan, str | Path):  # a Plan: it is known from its second call on
@@ -285,14 +283,12 @@ def key_of(
             if t is None:
                 key.append(None)
                 continue
-            kind = type(t)
-            if kind is not Tensor and kind is not Parameter:
+            if type(t) is not Tensor and type(t) is not Parameter:
                 return None
             if grad and t.requires_grad:
                 if not whole and op not in WITH_GRADIENT:
                     return None
                 key.append(grad)
-            # else its numbers are not those in memory, or something sees what is done with it
             keys = watched.keys_of(t).raw_repr()
             if keys not in plain and keys not in watched.keys_of_plain(t.device.type):
                 return None
