@@ -20,7 +20,7 @@ import counterpoint as cp
 from counterpoint.errors import CounterpointError, InputError, PeerTimeoutError
 from counterpoint.nn.replicated import copy_to_group
 from counterpoint.runtime import notice_board
-from counterpoint.runtime.notice_board import RING, Awaited, HeldUp, NoticeBoard
+from counterpoint.runtime.notice_board import RING, Awaited, HeldUp, NoticeBoard, Refused
 from counterpoint.runtime.workspace import workspace_of
 
 CPU = torch.device("cpu")
@@ -255,6 +255,41 @@ def test_any_ranks_may_refuse_any_new_call(rank: int, ranks: int):
         assert bool(error) == any(refuse), (i, refuse, error)
         for _ in range(i % 4):
             gather(1)
+
+
+@on_ranks(2, 3)
+def test_a_rank_that_goes_back_from_a_meeting_is_heard(rank: int, ranks: int):
+    """It was seen in the same one before, and comes to a known call in its place."""
+    gather(1)
+    notes, refusal = board(), InputError("meet", "x", want="right", got="wrong")
+    notes.note_new(4, {"op": "meet"})
+    dist.barrier()
+    assert notes.look() is None
+    dist.barrier()
+    if rank == 1:
+        notes._refused(Refused(refusal))  # as of a rank that the others have not looked at yet
+        notes.note(2)
+    dist.barrier()
+    if rank != 1:
+        with pytest.raises(Refused, match=r"x must be right, got wrong \(rank 1 has refused"):
+            notes.look()
+    dist.barrier()
+
+
+@on_ranks(2)
+def test_a_note_that_is_being_written_is_awaited(rank: int, ranks: int):
+    place = board()._notes[0]
+    if rank == 0:
+        notice_board._write(place, InputError("op", "x", want="right", got="wrong"))
+        half = place[20:40].copy()
+        place[20:40] = 0
+        dist.barrier()
+        time.sleep(0.05)
+        place[20:40] = half
+    else:
+        dist.barrier()
+        assert "x must be right" in str(notice_board._read(place))
+    dist.barrier()
 
 
 @on_ranks(2, 3)

@@ -491,7 +491,8 @@ class NoticeBoard:
             if line[CALLS] < call or (mine[slot], line[slot]) != (here, there):
                 return None  # one has heard of a refusal meanwhile: looked at again
             return self._disagreement(r, call)
-        self._compared[r] = both
+        # a rank may still go back from the call that this one is in, and come to it as another one
+        self._compared[r] = min(both, self.calls - 1)
         return None
 
     def _ahead(self, r: int, call: int) -> bool:
@@ -523,10 +524,10 @@ class NoticeBoard:
             ours, theirs = {"memory": "one of this call"}, {"memory": "none of this call"}
         (low, one), (high, other) = sorted(((self.rank, ours), (r, theirs)), key=lambda e: e[0])
         name, want, got = difference(one, other)
-        op = one.get("op", "counterpoint")
         want = f"equal on all ranks, {want} as on rank {low}"
         fix = "the group is unusable, restart its ranks"
-        return InputError(op, name, want=want, got=f"{got} on rank {high}", fix=fix)
+        op, got = one.get("op", "counterpoint"), f"{got} on rank {high}"
+        return InputError(op, name, want=want, got=got, fix=fix)
 
     def _facts_of(self, r: int, call: int) -> Facts:
         """The facts of a call by what the line of rank `r` has of it; {}: they are not known."""
@@ -865,11 +866,11 @@ def _write(place: Bytes, value: object) -> None:
 
 
 def _read(place: Bytes) -> Any:
-    """What `_write` has put there; None where nothing is, or still is being written."""
-    for _ in range(3):
+    """What `_write` has put there; None where nothing is, or its writer has died."""
+    for _ in range(1000):  # a second
         size = int(place[:8].view(np.int64)[0])
         try:
             return decode(place[8 : 8 + size].tobytes()) if size else None
-        except ValueError:  # half of one value and half of another
+        except ValueError:  # half of one value and half of another: another process writes there
             time.sleep(1e-3)
     return None
