@@ -3,6 +3,7 @@
 import gc
 import warnings
 import weakref
+from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import product
 from threading import Thread
@@ -80,6 +81,54 @@ def test_they_have_the_bits_of_the_dispatcher(
             wrong.append(f"{how} {needs}: by {name} and {by}")
         if not all(same(want, each) for _, each in found) or not torch.equal(plain, want[0]):
             wrong.append(f"{how} {needs}: other bits")
+    return wrong
+
+
+# what a result is computed of, and what computes it of x and two weights
+SEVERAL: dict[str, Callable[..., list[Tensor]]] = {
+    "list": lambda x, *w, **how: cp.all_gather_matmul(x, [*w], **how),
+    "gated": lambda x, *w, **how: [cp.all_gather_matmul(x, w, activation="silu_mul", **how)],
+}
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+@on_ranks(3)
+def test_of_several_weights(rank: int, ranks: int, name: str, draw: Draw) -> list[str]:
+    """Some of the results, of some operands, and where ranks have their own numbers of rows."""
+    torch.manual_seed(rank)
+    wrong: list[str] = []
+    hows: list[dict[str, Any]] = [{}, {"plan": "graded"}, {"plan": "serial"}, {"rows": [4, 2, 6]}]
+    uses = [(0,), (1,), (0, 1)] if name == "list" else [(0,)]
+    for how, needs, used in draw([*product(hows, NEEDS, uses)], 12):
+        rows = how.get("rows", [4] * ranks)[rank]
+        second = 6 if name == "gated" else 5
+        tensors = [torch.randn(rows, 8), torch.randn(8, 6), torch.randn(8, second)]
+
+        def run(
+            tensors: Any = tensors, how: Any = how, needs: Any = needs, used: Any = used
+        ) -> Any:
+            leaves = [
+                t.detach().requires_grad_(need) for t, need in zip(tensors, needs, strict=True)
+            ]
+            results = SEVERAL[name](*leaves, **how)
+            y = sum(results[i].square().sum() for i in used)
+            grads = torch.autograd.grad(
+                y, [t for t in leaves if t.requires_grad], allow_unused=True
+            )
+            return results[0].grad_fn, [*(each.detach() for each in results), *grads]
+
+        with Watching():
+            _, want = run()
+        found = [run() for _ in range(3)]
+        by = {str(way) for way, _ in found}
+        if name == "list" and not all("all_gather_matmul_listBackward" in way for way in by):
+            wrong.append(f"{how} {needs}: by {by}")
+        if not all(same(want, each) for _, each in found):
+            wrong.append(f"{how} {needs} of results {used}: other bits")
+        with torch.no_grad():
+            plain = SEVERAL[name](*tensors, **how)
+        if not same(want[: len(plain)], plain) and name == "list":
+            wrong.append(f"{how} {needs}: other bits without a gradient")
     return wrong
 
 

@@ -19,12 +19,15 @@ from torch.func import functional_call, grad, jvp, vjp, vmap
 from torch.nn.utils import parametrizations
 from torch.utils.flop_counter import (
     FlopCounterMode,
+    flop_registry,
     sdpa_backward_flop_count,
     sdpa_flop_count,
 )
 
 import counterpoint as cp
 from counterpoint import nn as cnn
+from counterpoint.operators import IMPLEMENTED, implementation
+from counterpoint.ops.register import register
 
 IDS = torch.arange(8).view(4, 2) % 4
 TOKENS = torch.full((2, 4), 1)
@@ -229,6 +232,18 @@ def counted(run: Callable[[], Tensor]) -> int:
     with FlopCounterMode(display=False) as counter:
         run().sum().backward()
     return counter.get_total_flops()
+
+
+def test_a_counter_counts_operators_that_are_loaded_within_it(monkeypatch: pytest.MonkeyPatch):
+    """At the first call of a process; their formulas are not there when the counter is made."""
+    op = "all_gather_matmul_activated"
+    found, of = implementation(op), getattr(torch.ops.counterpoint, op)
+    monkeypatch.setitem(IMPLEMENTED, op, found)
+    monkeypatch.delitem(flop_registry, of)
+    with FlopCounterMode(display=False) as counter:
+        assert of not in counter.flop_registry
+        register(op, found.run, found.fake, flops=lambda *_, **__: 7)
+    assert counter.flop_registry[of]() == 7
 
 
 @on_ranks(2)

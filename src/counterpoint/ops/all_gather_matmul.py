@@ -315,6 +315,13 @@ def _several(
     x: Tensor, weights: Sequence[Tensor], group: dist.ProcessGroup | None,
     bias: Tensor | None, plan: str | Path | Plan, rows: Sequence[int] | None, gather_dim: int,
 ) -> list[Tensor]:  # fmt: skip
+    known: Any = None
+    key: tuple[object, ...] | None = None
+    if bias is None and len(weights) > 1 and not gather_dim:
+        tensors, count = (x, *weights), (len(weights),)
+        known, key, group = call.repeated(SEVERAL, tensors, group, plan, rows, settings=count)
+    if known is not None:
+        return known
     if not weights:
         raise InputError(OP, "w", want="a Tensor or several", got="none")
     if bias is not None:
@@ -328,10 +335,13 @@ def _several(
     if len(weights) == 1:
         return [all_gather_matmul(x, weights[0], group=group, plan=plan, rows=rows, gather_dim=dim)]
     spec, where = plan_key(OP, plan), (group.group_name, group.size())
-    op = torch.ops.counterpoint.all_gather_matmul_list
     asks = asked_of(x=x, **dict(zip(numbered("w", len(weights)), weights, strict=True)))
     asks = " ".join(dict.fromkeys(name.rstrip("0123456789") for name in asks.split()))
-    results = op(front, list(weights), spec, counts, *where, dim, asks)
+    given = (front, weights, spec, counts, *where, dim, asks)
+    if key is not None:
+        operator, shown = operator_of_several(len(weights), dim, asks), (SEVERAL, given)
+        return call.ran(operator, (front, *weights), spec, counts, group, key, shown=shown)
+    results = torch.ops.counterpoint.all_gather_matmul_list(*given)
     return [y.movedim(0, dim) if dim else y for y in results]
 
 
@@ -549,12 +559,6 @@ def _flops(x: Any, w: Any, *_: object, out_shape: Any, **__: object) -> int:
 
 register(OP, _run, _fake, _backward, _save, flops=_flops)
 register(SEVERAL, _run_several, _fake_several, _backward_of_several, _save_several, flops=_flops)
-register(
-    f"{OP}_contracted",
-    _run_contracted,
-    _fake_contracted,
-    _backward_of_contracted,
-    _save_contracted,
-    flops=_flops,
-)
+register(f"{OP}_contracted", _run_contracted, _fake_contracted, _backward_of_contracted,
+         _save_contracted, flops=_flops)  # fmt: skip
 register(ACTIVATED, _run_activated, _fake_activated, flops=_flops)

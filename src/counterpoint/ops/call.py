@@ -52,8 +52,9 @@ class Given(NamedTuple):
 
 
 NOTHING = Given()
-# operators of one result whose calls are remembered with a gradient, too
-WITH_GRADIENT = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
+# operators whose calls are remembered with a gradient, too
+WITH_GRADIENT = ("all_gather_matmul", "all_gather_matmul_list", "matmul_reduce_scatter",
+                 "matmul_all_reduce")  # fmt: skip
 
 
 @dataclass(frozen=True)

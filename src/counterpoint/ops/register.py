@@ -7,8 +7,9 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack  # pyright: ignore
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
-from torch.utils.flop_counter import register_flop_formula
+from torch.utils.flop_counter import FlopCounterMode, flop_registry, register_flop_formula
 
 from counterpoint.errors import UnsupportedError
 from counterpoint.operators import ALONE, IMPLEMENTED, WITHOUT_GRADIENT, Implementation
@@ -54,7 +55,12 @@ def register(
     transformed = _transformed(op, backward, save)
     IMPLEMENTED[op] = Implementation(run, fake, backward, save, transformed, keep)
     if flops is not None:
-        register_flop_formula(getattr(torch.ops.counterpoint, op))(flops)
+        of = getattr(torch.ops.counterpoint, op)
+        register_flop_formula(of)(flops)
+        # a counter copies all formulas when it is made, and this may be the first call within one
+        for mode in _get_current_dispatch_mode_stack():
+            if isinstance(counter := getattr(mode, "counter", None), FlopCounterMode):
+                counter.flop_registry[of] = flop_registry[of]
 
 
 def as_a_constant(fn: F) -> F:
@@ -112,15 +118,25 @@ class Eager(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, of: "WithGradient", tensors: Sequence[Tensor], *given: Any) -> Tensor:
-        (y,) = of.ready(tensors)
-        of.keep(ctx, given, y)
-        ctx.backward, ctx.forward = of.backward, (of.ready.board, of.ready.board.calls)
+    def forward(ctx: Any, of: "WithGradient", tensors: Sequence[Tensor], *given: Any) -> Any:
+        results: Any = of.ready(tensors)
+        y: Any = tuple(results) if of.listed else results[0]
+        of.keep(ctx, of.in_schema(given) if of.listed else given, y)
+        ctx.of, ctx.forward = of, (of.ready.board, of.ready.board.calls)
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return None, None, *ctx.backward(_Context(ctx, ctx.needs_input_grad[2:]), *grads)
+        of: WithGradient = ctx.of
+        needs = ctx.needs_input_grad[2:]
+        if not of.listed:
+            return None, None, *of.backward(_Context(ctx, needs), *grads)
+        first, _ = of.listed
+        needs = of.in_schema(needs)
+        given = [*of.backward(_Context(ctx, needs), [*grads])]
+        found = [g if isinstance(g, Tensor) else None for g in given]
+        found[first : first + 1] = _in_a_row(needs[first], given[first])
+        return None, None, *found
 
 
 class WithGradient(NamedTuple):
@@ -128,11 +144,13 @@ class WithGradient(NamedTuple):
 
     Args:
         function: an `Eager`, named as the operator.
-        ready: the call, of one result, and the board of its group.
+        ready: the call, and the board of its group.
         keep: puts into a context what `backward` needs.
         backward: gradients, from a context and those of the results.
-        given: arguments of the operator as in its schema, without tensors.
+        given: arguments of the operator as in its schema, lists of tensors in a row, and without
+            tensors.
         at: where those stand.
+        listed: those that are one list in the schema, from and to; None: its result is none.
     """
 
     function: type[Eager]
@@ -141,13 +159,20 @@ class WithGradient(NamedTuple):
     backward: Callable[..., Any]
     given: tuple[Any, ...]
     at: Sequence[int]
+    listed: tuple[int, int] | None
 
     def __call__(self, tensors: Sequence[Tensor | None], room: int = 0) -> list[Tensor]:
         given = [*self.given]
         for i, t in zip(self.at, tensors, strict=True):
             given[i] = t
         y: Any = self.function.apply(self, tensors, *given)
-        return [y]
+        return [*y] if self.listed else [y]
+
+    def in_schema(self, given: tuple[Any, ...]) -> tuple[Any, ...]:
+        """What stands in a row, with the list that the operator takes."""
+        assert self.listed is not None
+        first, last = self.listed
+        return (*given[:first], [*given[first:last]], *given[last:])
 
 
 @cache
@@ -157,16 +182,28 @@ def _named(op: str) -> type[Eager]:
 
 
 def with_gradient(ready: Any, op: str, given: tuple[Any, ...]) -> Any:
-    """A known call of an operator of one result, with its gradient where one is asked for."""
+    """A known call of an operator of one result, or of one list of tensors and a list of results.
+
+    With its gradient where one is asked for.
+    """
     if not torch.is_grad_enabled():
         return ready
     arguments = getattr(torch.ops.counterpoint, op).default._schema.arguments
-    at = [i for i, a in enumerate(arguments) if "Tensor" in str(a.type)]
-    if not any(given[i] is not None and given[i].requires_grad for i in at):
+    listed, at, row = None, list[int](), list[Any]()
+    for a, each in zip(arguments, given, strict=False):
+        if "Tensor" in str(a.type):
+            together = isinstance(each, list)
+            tensors: list[Any] = each if together else [each]  # pyright: ignore[reportUnknownVariableType]
+            listed = (len(row), len(row) + len(tensors)) if together else listed
+            at += range(len(row), len(row) + len(tensors))
+            row += tensors
+        else:
+            row.append(each)
+    if not any(row[i] is not None and row[i].requires_grad for i in at):
         return ready
-    found, others = IMPLEMENTED[op], (None if i in at else each for i, each in enumerate(given))
+    found, others = IMPLEMENTED[op], (None if i in at else each for i, each in enumerate(row))
     assert found.keep is not None and found.backward is not None, f"{op} has a gradient"
-    return WithGradient(_named(op), ready, found.keep, found.backward, tuple(others), at)
+    return WithGradient(_named(op), ready, found.keep, found.backward, tuple(others), at, listed)
 
 
 def _transformed(
