@@ -74,3 +74,32 @@ def test_check_has_mlperf_s_steps_apart():
     text = invoke("scale", "--check").stdout
     apart = text[text.index("not among these 29") :]
     assert apart.count("MLPerf dlrm-dcnv2") == 2 and apart.count("assumed") == 2
+
+
+def test_memory_is_said_first():
+    lines = invoke("scale", "llama3-405b", "--gpus", "8", "--tp", "8").stdout.splitlines()
+    assert lines[1].startswith("DOES NOT FIT") and lines[2].startswith("  instead: ")
+    (found, *_) = json.loads(invoke("scale", "llama3-8b", "--gpus", "8", "--json").stdout)
+    assert not found["memory"]["fits"] and found["memory"]["changes"]
+    assert sum(found["memory"]["parts"].values()) == pytest.approx(found["memory"]["bytes"])
+
+
+def test_serving():
+    for command in (("scale", "llama3-70b", "--tp", "4"),
+                    ("advise", "--model", "llama3-70b", "--gpus", "4")):  # fmt: skip
+        text = invoke(*command, "--serve", "--sequences", "8").stdout
+        lines = text.splitlines()
+        assert lines[0].startswith("serving llama3-70b on 4 GPUs (h100-8): 8 sequences of 2048")
+        assert lines[1].startswith("memory fits") and lines[2].startswith("room for ")
+        assert lines[3].startswith("To gain, predicted: ") and "compile_options" in lines[3]
+        assert "to the first token" in text and "a token of each sequence" in text
+    alone = invoke("scale", "llama3-8b", "--serve").stdout
+    assert "Nothing to gain: communication is 0% of a prompt's time" in alone
+    found = json.loads(invoke("scale", "llama3-8b", "--tp", "2", "--serve", "--json").stdout)
+    assert [each["overlap"] for each in found] == ["none", "ours", "ideal"]
+    assert found[0]["token_s"] == pytest.approx(sum(found[0]["token"].values()))
+    refused("scale", ["llama3-8b", "--serve", "--picture", "x.png"],
+            "--picture must be left out with --serve")  # fmt: skip
+    refused("advise", ["t.json", "--serve"], "--serve must be given with --model")
+    refused("advise", ["--model", "llama3-8b", "--serve", "--html", "x.html"],
+            "--html must be left out with --serve")  # fmt: skip

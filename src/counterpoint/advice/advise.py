@@ -30,6 +30,7 @@ class Report:
         link_bytes_per_s: of the machine, beside which the bus bandwidth is shown; 0: unknown.
         steps: names of the steps that count.
         traces: what was read; none where the step was predicted.
+        notes: what comes before all else, a line each: of a predicted step, whether it fits.
     """
 
     title: str
@@ -38,6 +39,7 @@ class Report:
     link_bytes_per_s: float = 0.0
     steps: tuple[str, ...] = ()
     traces: tuple[Trace, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def verdict(self) -> str:
@@ -60,8 +62,8 @@ class Report:
     def as_dict(self) -> dict[str, Any]:
         """All of it, as JSON has it: seconds, bytes, names; without the events."""
         return {
-            "title": self.title, "verdict": self.verdict, "steps": list(self.steps),
-            "link_bytes_per_s": self.link_bytes_per_s,
+            "title": self.title, "notes": list(self.notes), "verdict": self.verdict,
+            "steps": list(self.steps), "link_bytes_per_s": self.link_bytes_per_s,
             "traces": [str(trace.path) for trace in self.traces],
             "losses": [asdict(each) for each in self.losses],
             "remedies": [asdict(each) for each in self.remedies],

@@ -86,6 +86,7 @@ def page(report: Said) -> str:
     ]
     sections = [
         f"<p class=faint>counterpoint advise: {escape(report.title)}</p>",
+        *(f"<p><b>{escape(note)}</b></p>" for note in report.notes),
         f"<h1>{escape(largest(report))}</h1><p>{escape(report.verdict)}</p>",
         _bar(report),
         f"<p class=faint>Computation: {escape(slowed(first))}.</p>" if first.slowed_s else "",

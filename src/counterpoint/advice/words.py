@@ -33,6 +33,8 @@ class Said(Protocol):
     @property
     def traces(self) -> Sequence[Trace]: ...
     @property
+    def notes(self) -> Sequence[str]: ...
+    @property
     def verdict(self) -> str: ...
 
 
@@ -115,7 +117,7 @@ def slowed(losses: Losses) -> str:
 def text(report: Said) -> str:
     """All of it, for a terminal."""
     first = report.losses[0]
-    lines = [report.title, "", f"{largest(report)}.", report.verdict, ""]
+    lines = [report.title, *report.notes, "", f"{largest(report)}.", report.verdict, ""]
     for _, name, seconds in parts(first):
         if seconds >= 0.0005 * first.time_s or name == "computation":
             note = f"   {slowed(first)}" if name == "computation" and first.slowed_s else ""

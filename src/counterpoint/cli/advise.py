@@ -13,6 +13,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeE
 
 from counterpoint.cli.files import check_written
 from counterpoint.cli.problems import machine_at
+from counterpoint.cli.serving import show_serving
 from counterpoint.errors import InputError
 from counterpoint.machine import Machine
 from counterpoint.measure.canvas import SUFFIXES
@@ -53,18 +54,23 @@ Tokens = Annotated[
 ]
 Tp = Annotated[int, typer.Option(min=1, max=4096, help="With --model: tensor parallel.")]
 Ep = Annotated[int, typer.Option(min=1, max=4096, help="With --model: expert parallel.")]
+Serve = Annotated[bool, typer.Option("--serve", help="With --model: serving, not training.")]
+Sequences = Annotated[
+    int, typer.Option(min=1, max=2**16, help="With --serve: that get a token together.")
+]
 
 
 def advise(
     traces: Traces = None, step: Step = -1, machine: Links = "", html: Page = None,
     picture: Picture = None, as_json: AsJson = False, model: Name = "", gpus: Gpus = 8,
-    tokens: Tokens = 0, tp: Tp = 1, ep: Ep = 1,
+    tokens: Tokens = 0, tp: Tp = 1, ep: Ep = 1, serve: Serve = False, sequences: Sequences = 1,
 ) -> None:  # fmt: skip
     """Say what a step loses to communication, and which line wins it back.
 
     It reads traces of torch.profiler, of any program: `prof.export_chrome_trace("trace.json.gz")`.
     With the traces of several ranks it tells waiting for a late rank from moving data. With
-    `--model` it predicts a training step instead.
+    `--model` it predicts a training step instead, or with `--serve` the times of an engine, and
+    says first whether memory suffices.
 
     **Example:** `counterpoint advise --model llama3-8b --gpus 8 --tp 8 --tokens 4096`
 
@@ -73,6 +79,8 @@ def advise(
     1. tensor-parallel collectives together with their matmuls: at most 33.0 ms, 1.52x
     ```
 
+    **Example:** `counterpoint advise --model llama3-70b --gpus 4 --serve --sequences 8`
+
     **Example:** `counterpoint advise trace_rank*.json.gz --html report.html`
     """
     check_written("advise", "--html", html, (".html",))
@@ -80,7 +88,16 @@ def advise(
     if bool(model) == bool(traces):
         got = "both" if model else "neither"
         raise InputError("advise", "TRACES", want="given, or --model instead", got=got)
+    if serve and not model:
+        raise InputError("advise", "--serve", want="given with --model", got="traces")
     console = Console(highlight=False)
+    if serve:
+        for option, path in {"--html": html, "--picture": picture}.items():
+            if path:
+                raise InputError("advise", option, want="left out with --serve", got=str(path))
+        show_serving(model, machine_at("advise", machine or "h100-8"), tp=gpus,
+                     sequences=sequences, length=tokens, as_json=as_json)  # fmt: skip
+        return
     if model:
         report = _predicted(model, gpus, tokens, tp, ep, machine_at("advise", machine or "h100-8"))
     else:

@@ -16,6 +16,7 @@ from rich.progress import Progress
 
 from counterpoint.cli.files import check_made, check_written
 from counterpoint.cli.problems import machine_at
+from counterpoint.cli.serving import show_serving
 from counterpoint.cli.show import progress, table
 from counterpoint.errors import InputError
 from counterpoint.measure.canvas import SUFFIXES
@@ -101,6 +102,12 @@ MapOut = Annotated[
         "--map", help="Of a DLRM: which proportions of a step save how much.", show_default=False
     ),
 ]
+Serve = Annotated[
+    bool, typer.Option("--serve", help="Instead: times and memory of serving on --tp GPUs.")
+]
+Sequences = Annotated[
+    int, typer.Option(min=1, max=2**16, help="With --serve: that get a token together.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Facts as JSON, in SI units.")]
 
 
@@ -111,7 +118,8 @@ def scale(
     sharding: Shards = "zero1", machine: Node = "h100-8", nic: Nic = "400G", pods: Pods = "",
     torus: Torus = "", rails: Rails = False, congestion: Congested = "closed",
     overlap: Modes = "none,ours,ideal", picture: Picture = None, chakra: Chakra = None,
-    map_to: MapOut = None, check: Check = False, as_json: AsJson = False,
+    map_to: MapOut = None, check: Check = False, serve: Serve = False,
+    sequences: Sequences = 1, as_json: AsJson = False,
 ) -> None:  # fmt: skip
     """Predict a training step on up to millions of GPUs, and what overlap saves. Needs no GPU.
 
@@ -126,6 +134,8 @@ def scale(
 
     **Example:** `counterpoint scale dlrm-paper --gpus 128 --machine h100-1 --map map.svg`
 
+    **Example:** `counterpoint scale llama3-70b --tp 4 --serve --sequences 8`
+
     **Example:** `counterpoint scale --check`
     """
     check_written("scale", "--picture", picture, SUFFIXES)
@@ -137,6 +147,11 @@ def scale(
     if check:
         _left_out({"MODEL": model, "--picture": picture, "--map": map_to, "--chakra": chakra})
         _show_check(bar, as_json)
+        return
+    if serve:
+        _left_out({"--picture": picture, "--map": map_to, "--chakra": chakra}, "--serve")
+        show_serving(model, machine_at("scale", machine), tp=tp, sequences=sequences,
+                     length=sequence, as_json=as_json)  # fmt: skip
         return
     known = _known(model, gpus, mapped=map_to is not None)
     modes = _modes(overlap)
@@ -180,11 +195,11 @@ def _batch(known: Model | Dlrm, gpus: int) -> int:
     return max(known.batch // gpus, 1) if isinstance(known, Dlrm) else 1
 
 
-def _left_out(given: Mapping[str, object]) -> None:
-    """Refuse what --check does without."""
+def _left_out(given: Mapping[str, object], with_: str = "--check") -> None:
+    """Refuse what --check or --serve does without."""
     for option, value in given.items():
         if value:
-            raise InputError("scale", option, want="left out with --check", got=repr(str(value)))
+            raise InputError("scale", option, want=f"left out with {with_}", got=repr(str(value)))
 
 
 def _write(
@@ -237,6 +252,8 @@ def _show(found: list[Prediction], console: Console, files: Mapping[str, Path | 
     """A column for each mode, what they stand on, and which files were written."""
     first = found[0]
     console.print(first.title, markup=False, soft_wrap=True)
+    console.print(str(first.memory), markup=False, soft_wrap=True,
+                  style="" if first.memory.fits else "bold red")  # fmt: skip
     places = 3 if first.seconds > 0.1 else 6
     shown = table("seconds of a step", *(f">{each.overlap}" for each in found), "")
     shown.add_row("seconds", *(f"{each.seconds:.{places}f}" for each in found), style="bold")
@@ -268,7 +285,8 @@ def _facts(found: Prediction) -> dict[str, Any]:
         "model": asdict(found.model), "layout": asdict(found.layout), "machine": found.machine,
         "overlap": found.overlap, "seconds": found.seconds, "parts": found.parts,
         "items": found.items, "unit": found.unit, "flop_per_s": found.flop_per_s,
-        "notes": list(found.notes), "assumptions": list(found.assumptions),
+        "memory": found.memory.as_dict(), "notes": list(found.notes),
+        "assumptions": list(found.assumptions),
     }  # fmt: skip
 
 

@@ -12,19 +12,26 @@ if TYPE_CHECKING:
     from counterpoint.scale.dlrm import Dlrm
     from counterpoint.scale.fabric import Fabric
     from counterpoint.scale.layout import Layout
+    from counterpoint.scale.memory import Memory
     from counterpoint.scale.models import Model
     from counterpoint.scale.prediction import Prediction, predict
+    from counterpoint.scale.serving import Serving, serve
 
 _HOME = {
     "Dlrm": "scale.dlrm",
     "Fabric": "scale.fabric",
     "Layout": "scale.layout",
+    "Memory": "scale.memory",
     "Model": "scale.models",
     "Prediction": "scale.prediction",
+    "Serving": "scale.serving",
     "predict": "scale.prediction",
+    "serve": "scale.serving",
 }
 
-__all__ = ["Dlrm", "Fabric", "Layout", "Model", "Prediction", "predict"]
+__all__ = [
+    "Dlrm", "Fabric", "Layout", "Memory", "Model", "Prediction", "Serving", "predict", "serve",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> object:

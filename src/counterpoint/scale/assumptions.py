@@ -95,4 +95,4 @@ def assumptions(layers: Layers) -> list[str]:
     }  # fmt: skip
     if names := [name for name, given in unchecked.items() if given]:
         found.append(f"not checked: against any published step: {', '.join(names)}")
-    return [*found, "not modelled: memory limits, stragglers, failures, input, host time"]
+    return [*found, "not modelled: stragglers, failures, input, host time"]

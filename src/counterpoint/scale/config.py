@@ -42,6 +42,14 @@ ARCHITECTURES: dict[str, Mapping[str, str]] = {
     "Qwen3MoeForCausalLM": _LLAMA | _EXPERTS | {"experts": "num_experts"},
     "DeepseekV2ForCausalLM": _DEEPSEEK,
     "DeepseekV3ForCausalLM": _DEEPSEEK,
+    "GptOssForCausalLM": _LLAMA | {
+        "experts": "num_local_experts", "top_k": "num_experts_per_tok",
+        "expert_ffn": "intermediate_size",
+    },
+    "GemmaForCausalLM": _LLAMA,
+    "Gemma2ForCausalLM": _LLAMA,
+    "Olmo2ForCausalLM": _LLAMA,
+    "Phi3ForCausalLM": _LLAMA,
     "GPT2LMHeadModel": _GPT2,
     "GPTNeoXForCausalLM": _LLAMA,
 }  # fmt: skip
@@ -52,10 +60,16 @@ DEFAULTS = {"kv_heads": "heads"}
 OPTIONAL = ("head_dim",)  # the width of heads of latent attention is not
 NULL = ("query_rank",)  # may be null, which is 0
 ZERO = (*NULL, "dense_layers", "shared_ffn")
-TIED = ("GPT2LMHeadModel",)  # where a config does not say it
+TIED = (
+    "GPT2LMHeadModel",
+    "GemmaForCausalLM",
+    "Gemma2ForCausalLM",
+)  # where a config does not say it
 WINDOWS = "sliding_window"
 # where it counts; of Qwen only with "use_sliding_window", from layer "max_window_layers" on
-WINDOWED = ("MistralForCausalLM", "MixtralForCausalLM")
+WINDOWED = ("MistralForCausalLM", "MixtralForCausalLM", "Phi3ForCausalLM")
+HALF = ("Gemma2ForCausalLM", "GptOssForCausalLM")  # every second layer has one, the first does
+ONLY_EXPERTS = ("MixtralForCausalLM", "GptOssForCausalLM")  # in every layer
 SOME = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM")
 
 
@@ -100,8 +114,8 @@ def sizes_of(path: str | Path) -> dict[str, Any]:
     if sizes.get("key_rank") and config.get("qk_nope_head_dim") != sizes["head_dim"]:
         want = f"as wide as v_head_dim, {sizes['head_dim']}"
         _refuse("qk_nope_head_dim", want, config.get("qk_nope_head_dim"))
-    if sizes.get("experts") and name == "MixtralForCausalLM":
-        sizes["ffn"] = 0  # every layer has experts
+    if sizes.get("experts") and name in ONLY_EXPERTS:
+        sizes["ffn"] = 0
     sizes["tied"] = _flag("tie_word_embeddings", config, default=name in TIED)
     sizes |= _windows(name, config, sizes["layers"])
     sizes["sequence"] = min(sizes["sequence"], SEQUENCE)
@@ -164,7 +178,7 @@ def _windows(name: str, config: Mapping[str, Any], layers: int) -> dict[str, int
     window, kinds = config.get(WINDOWS), config.get("layer_types")
     if name in SOME and not _flag("use_sliding_window", config, default=False):
         window = None
-    if window is not None and name not in (*WINDOWED, *SOME):
+    if window is not None and name not in (*WINDOWED, *SOME, *HALF):
         _refuse(WINDOWS, f"null: {name} has none", repr(window))
     if window is not None:
         window = _whole(WINDOWS, window, 1, int(RANGES["Model.window"].high), name)
@@ -180,6 +194,8 @@ def _windows(name: str, config: Mapping[str, Any], layers: int) -> dict[str, int
     elif name in SOME and window is not None:
         first = config.get("max_window_layers")
         windowed = max(layers - _whole("max_window_layers", first, 0, 2**24, name), 0)
+    elif name in HALF:
+        windowed = (layers + 1) // 2 if window is not None else 0
     else:
         windowed = layers if window is not None else 0
     return {"window": window or 0, "windowed": windowed} if windowed else {}

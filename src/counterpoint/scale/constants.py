@@ -37,6 +37,10 @@ FLASH_SHARE = Constant(
 FLASH_BACKWARD = Constant(
     2.5, "of the forward's products", "counted", "arXiv 2307.08691: five matmuls against two"
 )
+SDPA_SHARE = Constant(
+    0.3, "of the bf16 peak", "measured",
+    "cuDNN's attention with a mask that is given, no score left out: transformers on one H200",
+)  # fmt: skip
 SCORE_BYTES = Constant(
     13, "bytes a score, forward", "counted",
     "arXiv 2205.05198 section 4.1, unfused: q k (write 2), masked softmax (read 2, write 2), "
@@ -89,6 +93,19 @@ OPTIMIZER_BYTES = Constant(
     38, "bytes a parameter", "counted",
     "Adam in fp32: zero the gradient (4), its norm (4), read it (4), weights (8), moments (16), "
     "write bf16 (2)",
+)  # fmt: skip
+LOSS_MEMORY_BYTES = Constant(
+    12, "bytes a logit, at the loss", "counted",
+    "torch's cross_entropy in fp32: log-softmax (4), its gradient (4), the gradient that comes (4)",
+)  # fmt: skip
+SHARED_LOSS_MEMORY_BYTES = Constant(
+    16, "bytes a logit of a rank, at the loss", "counted",
+    "torch's loss_parallel in fp32: log-softmax (4), its exponentials (4), two gradients (4 + 4)",
+)  # fmt: skip
+RESERVED = Constant(
+    1.06, "of the tensors' bytes", "measured",
+    "what torch's allocator reserves: torchtitan's Llama 3.1 8B on 128 H100s, with and without "
+    "compile, is 1.10 and 1.01 of what is counted here",
 )  # fmt: skip
 
 CONSTANTS = {name.lower(): c for name, c in list(globals().items()) if isinstance(c, Constant)}

@@ -52,4 +52,4 @@ def assumptions(step: DlrmStep) -> list[str]:
         found.append(f"layout: between nodes ours pools and sends {how}")
     found.append("not checked: against any but two published steps: counterpoint scale --check")
     return [*found, "not modelled: what runs beside pooling and its all-to-all but each other",
-            "not modelled: memory limits, stragglers, failures, input, host time"]  # fmt: skip
+            "not modelled: stragglers, failures, input, host time"]  # fmt: skip

@@ -107,9 +107,13 @@ class Layers:
         )
         small = Parts({"memory": memory_s})
         core = self._attention()
-        found = self._projections() + core + mlp
-        found += Both(small, small * constants.BACKWARD_BYTES.value)
-        again = {"none": Parts(), "attn": core.forward, "full": found.forward}
+        found = matmuls = self.projections() + mlp
+        found += core + Both(small, small * constants.BACKWARD_BYTES.value)
+        # selective: every second matmul, and what is between them
+        again = {
+            "none": Parts(), "attn": core.forward, "full": found.forward,
+            "selective": matmuls.forward * 0.5 + small,
+        }  # fmt: skip
         return found + Both(backward=again[self.layout.recompute])
 
     def _attention(self) -> Both:
@@ -157,7 +161,7 @@ class Layers:
         name = "context parallel"
         return Parts({name: seconds}, {Sent(name, kind, group): num_bytes})
 
-    def _projections(self) -> Both:
+    def projections(self) -> Both:
         """The matmuls before and behind attention."""
         model, tp = self.model, self.layout.tp
         *first, last = model.attention_weights

@@ -8,7 +8,7 @@ from counterpoint.errors import InputError
 from counterpoint.ranges import check, whole
 from counterpoint.scale.models import Model
 
-Recompute = Literal["none", "attn", "full"]
+Recompute = Literal["none", "attn", "selective", "full"]
 Sharding = Literal["none", "zero1", "fsdp"]
 Schedule = Literal["1f1b", "zero-bubble"]
 MAX_GPUS = 2**24
@@ -34,7 +34,8 @@ class Layout:
         num_micro_batches: of a step and a replica; 0: as many as stages.
         sequence: tokens of a sequence; 0: the model's.
         sequence_parallel: whether the tensor-parallel ranks share out what lies between matmuls.
-        recompute: what the backward computes again: nothing, attention, or all of a layer.
+        recompute: what the backward computes again: nothing, attention ("attn"), every second
+            matmul and what is between them ("selective", torchtitan's default), or all of a layer.
         data_parallel_sharding: "none": gradients are all-reduced; "zero1": reduced, and the
             parameters gathered, once a step; "fsdp": both for each layer and micro-batch.
         flash_attention: one kernel that keeps no scores, which skips masked ones.

@@ -11,13 +11,14 @@ from pathlib import Path
 from counterpoint.errors import InputError
 from counterpoint.machine_of import MachineLike, machine_of
 from counterpoint.ranges import instance
-from counterpoint.scale import chakra, dlrm_assumptions
+from counterpoint.scale import chakra, dlrm_assumptions, memory
 from counterpoint.scale.assumptions import assumptions, listed
 from counterpoint.scale.dlrm import Dlrm
 from counterpoint.scale.dlrm_step import DlrmStep
 from counterpoint.scale.fabric import Fabric, Network
 from counterpoint.scale.layer import Layers
 from counterpoint.scale.layout import Layout
+from counterpoint.scale.memory import Memory
 from counterpoint.scale.models import Model, model_of
 from counterpoint.scale.operators import OVERLAPS, Overlap
 from counterpoint.scale.step import Stages, Step
@@ -42,6 +43,7 @@ class Prediction:
         items: tokens of the step, or samples of a `Dlrm`, over all replicas.
         assumptions: what the numbers stand on, with sources, a line each, which begins with what
             it is about and a colon: "machine: ...", "assumed: ...", "not checked: ...".
+        memory: of the fullest GPU: whether the step fits, and what to change if not.
         stages: when each stage does what; `timeline` is made of it.
         notes: of a `Dlrm`, what fusing saves and what bounds it, a line each.
     """
@@ -54,6 +56,7 @@ class Prediction:
     parts: dict[str, float]
     items: int
     assumptions: tuple[str, ...] = field(repr=False)
+    memory: Memory
     stages: Stages = field(repr=False)
     notes: tuple[str, ...] = field(default=(), repr=False)
 
@@ -178,6 +181,7 @@ class Prediction:
             f"overlap {self.overlap}: {self.seconds:#.4g} s a step ({band}), "
             f"{self.items / self.seconds:,.0f} {self.unit}/s, "
             f"{self.flop_per_s / 1e12:.0f} Tflop/s a GPU",
+            str(self.memory),
             "",
         ]
         places = 4 if self.seconds > 0.1 else 6
@@ -197,8 +201,9 @@ def predict(
 ) -> Prediction:
     """Predict one training step: forward, backward, gradients and optimizer.
 
-    Time does not grow with `dp`, and linearly with stages and micro-batches. Memory is not
-    checked, and no rank is slower than another. Between nodes ours are plans of islands, or serial.
+    Time does not grow with `dp`, and linearly with stages and micro-batches. No rank is slower
+    than another. Between nodes ours are plans of islands, or serial. A step that does not fit into
+    memory is predicted all the same: `memory.fits` says so.
 
     Args:
         model: sizes, or a name: llama3-8b, llama3-70b, llama3-405b, gpt3-175b, mixtral-8x7b,
@@ -213,7 +218,7 @@ def predict(
             communication. Of a `Dlrm` likewise pooling and its all-to-all.
 
     Returns:
-        The prediction: `seconds`, `parts`, `assumptions`, `explain()`.
+        The prediction: `seconds`, `parts`, `memory`, `assumptions`, `explain()`.
 
     Raises:
         InputError: no such model, machine or mode, the layout does not fit the model, a level of
@@ -238,6 +243,7 @@ def predict(
         items = layout.micro_batch * layout.dp
         stands_on = dlrm_assumptions.assumptions(recommender)
         notes = dlrm_assumptions.said(recommender)
+        held = memory.recommender(known, layout, where)
     else:
         layout.fits(known)
         network.covers(layout.num_gpus)
@@ -245,5 +251,6 @@ def predict(
         parts, stages = Step(layers).run()
         items = layout.micro_batch * layout.micro_batches * layout.dp * layout.length(known)
         stands_on, notes = assumptions(layers), []
+        held = memory.training(known, layout, where, fabric)
     return Prediction(known, layout, where.name, overlap, stages.seconds, parts, items,
-                      tuple(stands_on), stages, tuple(notes))  # fmt: skip
+                      tuple(stands_on), held, stages, tuple(notes))  # fmt: skip

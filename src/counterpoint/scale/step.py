@@ -110,13 +110,19 @@ class Step:
         )
         return Stage(forward_s, backward_s, weights_s if self.layers.apart else ())
 
+    @property
+    def kinds(self) -> tuple[bool, ...]:
+        """Of layers that there are: True of dense ones, False of those with experts."""
+        dense = self.model.num_dense
+        return (True,) * (dense > 0) + (False,) * (dense < self.model.layers)
+
     @cached_property
     def _dense(self) -> Both:
-        return self._sharded(self.layers.dense(), self._parameters(True))
+        return self._sharded(self.layers.dense(), self.parameters(True))
 
     @cached_property
     def _sparse(self) -> Both:
-        return self._sharded(self.layers.sparse(), self._parameters(False))
+        return self._sharded(self.layers.sparse(), self.parameters(False))
 
     def _chunk(self, index: int) -> Both:
         """One part of the model: layers, and on the last one the head."""
@@ -145,7 +151,7 @@ class Step:
             left -= dense
         return found
 
-    def _parameters(self, dense: bool) -> tuple[float, float]:
+    def parameters(self, dense: bool) -> tuple[float, float]:
         """Of a layer on one rank: those all have, and those of its experts."""
         model, tp = self.model, self.layout.tp
         shared = sum(k * n for k, n in model.attention_weights)
@@ -153,19 +159,23 @@ class Step:
         experts = 0 if dense else model.experts * model.mlp_parameters(model.expert_ffn)
         return shared / tp, experts / self.layout.ep
 
-    def _stage_parameters(self, stage: int) -> tuple[float, float]:
+    def stage_layers(self, stage: int) -> tuple[int, int]:
+        """Dense and sparse layers of a stage, in all of its parts."""
+        dense, sparse = zip(*self._num_layers[stage :: self.layout.pp], strict=True)
+        return sum(dense), sum(sparse)
+
+    def stage_parameters(self, stage: int) -> tuple[float, float]:
         """Of a stage on one rank, likewise."""
         shared = experts = 0.0
-        for index in range(stage, self.layout.pp * self.layout.virtual_stages, self.layout.pp):
-            for count, dense in zip(self._num_layers[index], (True, False), strict=True):
-                if count:
-                    own, routed = self._parameters(dense)
-                    shared, experts = shared + count * own, experts + count * routed
+        for count, dense in zip(self.stage_layers(stage), (True, False), strict=True):
+            if count:
+                own, routed = self.parameters(dense)
+                shared, experts = shared + count * own, experts + count * routed
         ends = (stage == 0) + (stage == self.layout.pp - 1)
         ends -= self.model.tied and self.layout.pp == 1  # else both stages have it
         return shared + ends * self.model.vocab * self.model.hidden / self.layout.tp, experts
 
-    def _groups(self) -> tuple[Group, Group]:
+    def groups(self) -> tuple[Group, Group]:
         """Ranks with the same parameters: of those that all have, and of experts."""
         layout = self.layout
         copies = layout.dp * layout.cp
@@ -175,7 +185,7 @@ class Step:
         """Seconds to gather parameters, or to reduce-scatter their gradients."""
         return sum(
             self.network.all_gather_s(count * item_bytes, group)
-            for count, group in zip(parameters, self._groups(), strict=True)
+            for count, group in zip(parameters, self.groups(), strict=True)
             if count
         )
 
@@ -205,13 +215,13 @@ class Step:
         if kind == "all_gather":
             item_bytes = constants.PARAMETER_BYTES.value
         found = Parts()
-        for count, group in zip(parameters, self._groups(), strict=True):
+        for count, group in zip(parameters, self.groups(), strict=True):
             found += Parts(sent={Sent("data parallel", kind, group): count * item_bytes})
         return found.sent
 
     def _replicas(self, stage: int) -> dict[Sent, float]:
         """Bytes of gradients and parameters, once a step."""
-        sharding, parameters = self.layout.data_parallel_sharding, self._stage_parameters(stage)
+        sharding, parameters = self.layout.data_parallel_sharding, self.stage_parameters(stage)
         kinds: dict[str, tuple[Collective, ...]] = {
             "none": ("all_reduce",), "zero1": ("reduce_scatter", "all_gather"), "fsdp": (),
         }  # fmt: skip
@@ -222,7 +232,7 @@ class Step:
 
     def _replicas_s(self, stage: int, times: Stage) -> float:
         """Exposed seconds of gradients and parameters, once a step."""
-        layout, parameters = self.layout, self._stage_parameters(stage)
+        layout, parameters = self.layout, self.stage_parameters(stage)
         if layout.dp * layout.cp == 1 or layout.data_parallel_sharding == "fsdp":
             return 0.0
         gradients = constants.GRADIENT_BYTES.value
@@ -231,7 +241,7 @@ class Step:
         if layout.data_parallel_sharding == "none":
             moved = [(sum(
                 self.network.all_reduce_s(count * gradients, group)
-                for count, group in zip(parameters, self._groups(), strict=True) if count
+                for count, group in zip(parameters, self.groups(), strict=True) if count
             ), last_s)]  # fmt: skip
         else:
             moved = [
@@ -256,7 +266,7 @@ class Step:
         owned = self.layout.data_parallel_sharding != "none"
         counts = [
             count / (group.size if owned else 1)
-            for count, group in zip(self._stage_parameters(stage), self._groups(), strict=True)
+            for count, group in zip(self.stage_parameters(stage), self.groups(), strict=True)
         ]
         return self.layers.memory_s(constants.OPTIMIZER_BYTES.value * sum(counts))
 
