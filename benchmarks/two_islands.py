@@ -168,7 +168,7 @@ def arms(case: Case, bench: Bench) -> Arms:
         sms = torch.cuda.get_device_properties(bench.device).multi_processor_count
         for left in LEFT:
             calls[left_name(left)] = found.ours(leaving(problem, sms - left))
-    pick = choose_spec(problem, workspace, found.operands)
+    pick = choose_spec(problem, workspace, found.operands).spec
     facts = {"islands": workspace.islands.number, "of_ranks": bench.ranks, **found.facts,
              "shared": bench.on_gpu and len({*bench.gathered(bench.device.index)}) < bench.ranks,
              "nic_bytes_per_s": nic.bytes_per_s if nic else None}  # fmt: skip

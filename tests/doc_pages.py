@@ -1,5 +1,6 @@
 """Pages of docs/ as scripts: the Python blocks of a page, in a row, as ranks of torchrun."""
 
+import logging
 import os
 import re
 import runpy
@@ -49,6 +50,10 @@ def _run(rank: int, ranks: int, path: str, port: int, names: list[str]) -> tuple
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo",
     }  # fmt: skip
     printed = StringIO()
-    with mock.patch.dict(os.environ, started), redirect_stdout(printed), chdir(Path(path).parent):
+    quiet = mock.patch.object(logging.root, "handlers", [])  # a page may configure it
+    with (
+        mock.patch.dict(os.environ, started), quiet, redirect_stdout(printed),
+        chdir(Path(path).parent),
+    ):  # fmt: skip
         found = runpy.run_path(path, run_name="__main__")
     return printed.getvalue(), [found[name] for name in names]

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from counterpoint.fsdp.overlapped import Overlapped
     from counterpoint.machine import DeviceSpec, LinkSpec, Machine
     from counterpoint.measure.profile import profile
+    from counterpoint.measure.stats import stats
     from counterpoint.measure.tune import tune
     from counterpoint.model.estimate import estimate
     from counterpoint.ops.all_gather_attention import all_gather_attention
@@ -110,6 +111,7 @@ _HOME = {
     "profile": "measure.profile",
     "release": "runtime.groups",
     "run_on_ranks": "runtime.run_on_ranks",
+    "stats": "measure.stats",
     "tune": "measure.tune",
     "validate": "plan.validate",
 }
@@ -164,6 +166,7 @@ __all__ = [
     "resources",
     "run_on_ranks",
     "scale",
+    "stats",
     "tune",
     "validate",
 ]

@@ -158,7 +158,10 @@ MACHINE_DAMAGE: dict[str, tuple[Callable[[Content], object], str]] = {
 
 
 @pytest.mark.parametrize("name", MACHINE_DAMAGE)
-def test_a_damaged_machine_is_ignored(tmp_path: Path, nothing_shipped: None, name: str):
+def test_a_damaged_machine_is_ignored(
+    tmp_path: Path, nothing_shipped: None, caplog: pytest.LogCaptureFixture, name: str
+):
+    caplog.set_level("INFO", "counterpoint")
     damage, why = MACHINE_DAMAGE[name]
     path = save_machine(measured(), PLACE, tmp_path)
     path.write_text(json.dumps(damage(json.loads(path.read_text()))))
@@ -168,6 +171,7 @@ def test_a_damaged_machine_is_ignored(tmp_path: Path, nothing_shipped: None, nam
     (warning,) = caught
     assert str(warning.message).startswith(f"{path} {why}")
     assert str(warning.message).endswith("it is ignored, delete it or measure again")
+    assert caplog.messages == [str(warning.message)]
 
 
 TUNED_DAMAGE: dict[str, tuple[Callable[[Content], object], str]] = {
@@ -186,6 +190,26 @@ TUNED_DAMAGE: dict[str, tuple[Callable[[Content], object], str]] = {
     "spec is a number": (lambda c: {**c, "plans": {"x": {"spec": 1}}}, "is damaged: its plans"),
     "spec is a list": (lambda c: {**c, "plans": {"x": {"spec": [SPEC]}}}, "is damaged: its plans"),
 }
+
+
+def test_files_that_are_read_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """Not those that are written, nor those that are not there."""
+    caplog.set_level("INFO", "counterpoint")
+    read(tmp_path)
+    machine = save_machine(measured(), PLACE, tmp_path)
+    plans = save_tuned(PROBLEM, {"spec": SPEC, "seconds": 1e-3, "serial_s": 2e-3}, PLACE, tmp_path)
+    save_tuned(replace(PROBLEM, n=64), {"spec": "serial", "seconds": 3}, PLACE, tmp_path)
+    controls = save_controls("graph abc", {"spec": "overlap", "why": ""}, PLACE, tmp_path)
+    assert caplog.messages == []
+    found = read(tmp_path)
+    load_controls("graph abc", PLACE, tmp_path)
+    assert caplog.messages == [
+        f"{plans}: tuned plans of 2 problems", f"{machine}: measured costs of {measured().name}",
+        f"{controls}: tuned controls of a pipeline",
+    ]  # fmt: skip
+    # times that someone has written otherwise are none
+    assert found.times == {problem_key(PROBLEM): known.Timed(1e-3, "serial", 2e-3)}
+    assert known.Knowledge.from_json(found.to_json()) == found
 
 
 @pytest.mark.parametrize("name", TUNED_DAMAGE)
@@ -403,7 +427,8 @@ def test_what_was_measured_is_of_its_place_alone(
 def test_variables_that_change_what_is_measured(monkeypatch: pytest.MonkeyPatch):
     before = known.environment()
     for name in ("NCCL_DEBUG", "NCCL_HOSTID", "COUNTERPOINT_CACHE", "COUNTERPOINT_ISLAND",
-                 "COUNTERPOINT_TIMEOUT_S", "TORCH_NCCL_ASYNC_ERROR_HANDLING"):  # fmt: skip
+                 "COUNTERPOINT_NVTX", "COUNTERPOINT_TIMEOUT_S",
+                 "TORCH_NCCL_ASYNC_ERROR_HANDLING"):  # fmt: skip
         monkeypatch.setenv(name, "other")
     assert known.environment() == before
     changing = ("NCCL_ALGO", "NCCL_NVLS_ENABLE", "NCCL_MAX_CTAS", "COUNTERPOINT_REPLAY",

@@ -72,6 +72,7 @@ class Ranks:
         patch.setattr(embedding_call, "workspace_of", self._workspace)
         patch.setattr(embedding_call, "workspaces", SimpleNamespace(get=self._workspace))
         patch.setattr(embedding_call, "compiled", self._compiled)
+        patch.setattr(embedding_call, "noted", lambda taken, *_: taken)
         patch.delenv("COUNTERPOINT_CHECK", raising=False)
 
     def _knowledge(self, workspace: Any) -> Knowledge:

@@ -104,7 +104,7 @@ NOT_COLLECTIVE = {
     "LinkSpec", "Machine", "Overlapped", "PeerTimeoutError", "Plan", "PlanError", "Problem",
     "Report", "Routes", "Scaled", "Timeline", "UnsupportedError", "advise", "bind", "build",
     "choose", "compile_options", "estimate", "explain", "overlap", "preset", "profile",
-    "run_on_ranks", "tune", "validate",
+    "run_on_ranks", "stats", "tune", "validate",
     "nn.ColumnParallelLinear", "nn.RowParallelLinear", "nn.FullyShardedLinear",
     "nn.ExpertParallelMLP", "nn.ShardedEmbeddingBags", "nn.RowWiseAdagrad", "nn.SGD", "nn.to_fp8",
 }  # fmt: skip

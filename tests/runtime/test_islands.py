@@ -233,8 +233,8 @@ def test_auto_takes_what_the_model_says_once_the_nic_is_known(
                 save_machine(known, place_of(CPU, world_size, 2))
             dist.barrier()
             workspace = workspace_of(dist.group.WORLD, CPU)  # type: ignore[arg-type]
-            specs.append(choose_spec(problem, workspace, ()))
-            by_routes.append(choose_spec(routed, workspace, ()))
+            specs.append(choose_spec(problem, workspace, ()).spec)
+            by_routes.append(choose_spec(routed, workspace, ()).spec)
             x, w = shards(rank, 8, 16), shards(rank, 16, 8)
             near(cp.all_gather_matmul(x, w), torch.cat(everyone(x)) @ w.double())
     want = cp.choose(problem, machine)

@@ -240,7 +240,7 @@ def test_a_gpu_without_kernels_takes_serial_and_refuses_all_else(
 ):
     """Before memory, compiler or GPU are asked; and on every rank, whoever has the old one."""
     problem, group = Problem(op, 4, 64, 64, 2), old_gpu(*has)
-    assert choose_spec(problem, group, ()) == "serial"
+    assert choose_spec(problem, group, ()).spec == "serial"
     plan = build(problem, spec, preset("h200-2"))
     assert has_kernels(plan) == (spec != "serial")
     rank = has.index("9.0") ^ 1 if "9.0" in has else 0
@@ -287,7 +287,7 @@ def test_the_library_is_asked_for_tiles_that_a_plan_may_have(
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     knowledge = Knowledge(preset(f"h200-{ranks}"), {})
     group: Any = SimpleNamespace(device=GPU, kernels_refused="", knowledge=knowledge, gather=gather)
-    spec = choose_spec(Problem(op, m, 4096, 2048, ranks), group, ())
+    spec = choose_spec(Problem(op, m, 4096, 2048, ranks), group, ()).spec
     assert asked == rows and (spec == "serial") == (not rows) and told == [spec] * bool(rows)
 
 

@@ -23,6 +23,7 @@ from counterpoint.adapters.depends_on import facts, uuids_of
 from counterpoint.adapters.explain import Report
 from counterpoint.adapters.retold import Retold, collect
 from counterpoint.errors import CounterpointWarning, InputError, UnsupportedError
+from counterpoint.log import with_rank
 from counterpoint.runtime.ranks import group_of
 
 try:
@@ -35,6 +36,7 @@ except ImportError as error:
 # before torch pads matmuls: each rank measures whether that pays, and ranks would see other graphs
 SEAM, LAST = "joint_custom_pre_pass", "post_grad_custom_post_pass"
 logger = logging.getLogger(__name__)
+logger.addFilter(with_rank)
 
 
 class OverlapPass(CustomGraphPass):

@@ -33,6 +33,12 @@ class Candidate:
     verdict: str
 
 
+def shortened(problem: Problem) -> str:
+    """A problem in a part of one line."""
+    text = str(problem)
+    return text if len(text) <= MAX_PROBLEM else f"{text[: MAX_PROBLEM - 3]}..."
+
+
 def computed_of(problem: Problem) -> str:
     """What a problem computes, in a word."""
     return "lookup" if problem.tables else "norm" if problem.norm else "matmuls"
@@ -85,6 +91,13 @@ class Choice:
         return next(c.seconds for c in self.table if c.spec == "serial")
 
     @property
+    def runner_up(self) -> Candidate | None:
+        """The fastest of the others, of those whose time is known in the same way."""
+        basis = next(c.basis for c in self.table if c.spec == self.spec)
+        others = (c for c in self.table if c.spec != self.spec and c.basis == basis)
+        return min(others, key=lambda c: c.seconds, default=None)
+
+    @property
     def computed(self) -> str:
         """What `compute_s` is the time of."""
         return computed_of(self.problem)
@@ -107,10 +120,9 @@ class Choice:
 
     def __str__(self) -> str:
         """One line: what is computed, the plan, its time, the speedup over serial, where."""
-        problem, known = str(self.problem), self.basis == "measurement"
-        problem = problem if len(problem) <= MAX_PROBLEM else f"{problem[: MAX_PROBLEM - 3]}..."
+        known = self.basis == "measurement"
         return (
-            f"{problem}: {self.spec}, {self.seconds * 1e6:.0f} us "
+            f"{shortened(self.problem)}: {self.spec}, {self.seconds * 1e6:.0f} us "
             f"{'measured' if known else 'predicted'}, "
             f"{self.speedup(self.seconds):.2f}x over serial, {self.machine.name}"
         )

@@ -18,17 +18,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from counterpoint.errors import CounterpointError, CounterpointWarning
+from counterpoint.log import logger
 from counterpoint.machine import Machine
 from counterpoint.machine_of import shipped, slug
 from counterpoint.presets import preset_of
 from counterpoint.problem import Problem
 
 CPU = "cpu"  # in place of a GPU's name
-# variables that change what is measured: not those that say where files are, what is logged, how
-# long to wait, or which rank this is
+# variables that change what is measured: not those that say where files are, what is logged or
+# shown in a profile, how long to wait, or which rank this is
 CHANGES = re.compile(
     r"(NCCL|TORCH_SYMM_MEM|CUBLAS|CUBLASLT|GLOO|COUNTERPOINT)_"
-    r"(?!ASYNC_ERROR|CACHE|COMMIT|COMM_ID|DEBUG|HOSTID|ISLAND|LOG|TIMEOUT)|"
+    r"(?!ASYNC_ERROR|CACHE|COMMIT|COMM_ID|DEBUG|HOSTID|ISLAND|LOG|NVTX|TIMEOUT)|"
     r"CUDA_(DEVICE_MAX_CONNECTIONS|LAUNCH_BLOCKING|MPS_|SCALE_LAUNCH_QUEUES)|"
     r"NVIDIA_TF32|TORCH_ALLOW_TF32|TORCH_NCCL_HIGH_PRIORITY|TRITON_(DEFAULT_FP|INTERPRET|PTXAS)"
 )
@@ -83,22 +84,40 @@ CONTROLS = Kind("controls-", 2, "controls")
 FREE = ("scratch_bytes_limit", "indices", "eps", "scale")
 
 
+class Timed(NamedTuple):
+    """Times of a spec that was tuned, in seconds of one call.
+
+    Args:
+        next_spec, next_s: of the fastest of the others that is known.
+        here: in this process; else it was read from a file.
+    """
+
+    seconds: float
+    next_spec: str = ""
+    next_s: float | None = None
+    here: bool = False
+
+
 @dataclass(frozen=True)
 class Knowledge:
-    """A machine, and the specs that were tuned on it by `problem_key`."""
+    """A machine, and the specs that were tuned on it by `problem_key`; times of those that say."""
 
     machine: Machine | None
     tuned: Mapping[str, str]
+    times: Mapping[str, Timed] = field(default_factory=dict[str, Timed])
 
     def to_json(self) -> str:
         """As text, for other ranks."""
-        return json.dumps([self.machine and self.machine.to_json(), dict(self.tuned)])
+        return json.dumps([
+            self.machine and self.machine.to_json(), dict(self.tuned), dict(self.times)
+        ])  # fmt: skip
 
     @classmethod
     def from_json(cls, text: str) -> "Knowledge":
         """What `to_json` has written."""
-        machine, tuned = json.loads(text)
-        return cls(Machine.from_json(machine) if machine else None, tuned)
+        machine, tuned, times = json.loads(text)
+        timed = {key: Timed(*each) for key, each in times.items()}
+        return cls(Machine.from_json(machine) if machine else None, tuned, timed)
 
 
 def cache_folder() -> Path:
@@ -126,8 +145,19 @@ def load(place: Place, folder: Path | None = None) -> Knowledge:
         The measured machine, else the datasheet's, else None; and tuned plans.
     """
     plans = _kept(PLANS, place, folder)
+    if plans:
+        logger.info("%s: tuned plans of %d problems", file_of(PLANS, place, folder)[0], len(plans))
     machine = _machine(place, folder) or released(place.gpu, place.ranks)
-    return Knowledge(machine, {key: entry["spec"] for key, entry in plans.items()})
+    times = {key: timed for key, entry in plans.items() if (timed := _timed(entry))}
+    return Knowledge(machine, {key: entry["spec"] for key, entry in plans.items()}, times)
+
+
+def _timed(entry: Mapping[str, Any]) -> Timed | None:
+    """What a file says of times; None where someone has written something else into it."""
+    seconds, serial_s = entry.get("seconds"), entry.get("serial_s")
+    if not (isinstance(seconds, float) and isinstance(serial_s, float)):
+        return None
+    return Timed(seconds) if entry["spec"] == "serial" else Timed(seconds, "serial", serial_s)
 
 
 def released(gpu: str, ranks: int) -> Machine | None:
@@ -150,7 +180,10 @@ def save_tuned(
 
 def load_controls(key: str, place: Place, folder: Path | None = None) -> dict[str, Any] | None:
     """What `save_controls` kept under `key`, if anything."""
-    return _kept(CONTROLS, place, folder).get(key)
+    found = _kept(CONTROLS, place, folder)
+    if key in found:
+        logger.info("%s: tuned controls of a pipeline", file_of(CONTROLS, place, folder)[0])
+    return found.get(key)
 
 
 def save_controls(
@@ -211,8 +244,10 @@ def _machine(place: Place, folder: Path | None) -> Machine | None:
         machine = Machine.from_json(json.dumps(content[MACHINE.content]))
     except (CounterpointError, KeyError, OverflowError) as error:
         return _ignore(path, f"is damaged: {error}")
-    known = machine.measured or machine.nic
-    return machine if known else _ignore(path, "has no measured costs")
+    if not (machine.measured or machine.nic):
+        return _ignore(path, "has no measured costs")
+    logger.info("%s: measured costs of %s", path, machine.name)
+    return machine
 
 
 def _read(path: Path, wants: Mapping[str, object]) -> dict[str, Any] | None:
@@ -243,6 +278,7 @@ def _flat(facts: Mapping[str, Any], names: Mapping[str, object]) -> dict[str, ob
 
 def _ignore(path: Path, why: str) -> None:
     message = f"{path} {why}; it is ignored, delete it or measure again"
+    logger.info(message)
     warnings.warn(message, CounterpointWarning, stacklevel=2)
 
 

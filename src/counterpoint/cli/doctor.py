@@ -34,6 +34,7 @@ VARIABLES = {
     "COUNTERPOINT_CHECK": "1: each call compares its arguments over the ranks first",
     "COUNTERPOINT_CACHE": "folder of measured machines and tuned plans",
     "COUNTERPOINT_ISLAND": "name of the island of a rank, its host if not set",
+    "COUNTERPOINT_NVTX": "1: an NVTX range around each call of an operator on the host",
     "COUNTERPOINT_REPLAY": "0: repeated eager calls run step by step",
 }
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from counterpoint.choose.by_model import by_model, parts_s
 from counterpoint.choose.choice import Candidate, Choice
-from counterpoint.choose.known import Knowledge, problem_key, save_tuned
+from counterpoint.choose.known import Knowledge, Timed, problem_key, save_tuned
 from counterpoint.errors import InputError
 from counterpoint.machine import Machine
 from counterpoint.measure import record
@@ -169,8 +169,16 @@ def _remember(choice: Choice, workspace: Workspace, *, save: bool) -> None:
         place = place_of(workspace.device, problem.ranks, workspace.islands.number)
         save_tuned(problem, entry, place)
     known = knowledge_of(workspace)
-    tuned = {**known.tuned, problem_key(problem): choice.spec}
-    workspace.knowledge = Knowledge(known.machine, tuned)
+    key, after = problem_key(problem), choice.runner_up
+    timed = Timed(choice.seconds, *((after.spec, after.seconds) if after else ("", None)), True)
+    workspace.knowledge = Knowledge(
+        known.machine, {**known.tuned, key: choice.spec}, {**known.times, key: timed}
+    )
+    times = {c.spec: c.seconds for c in choice.table}
+    for taken in workspace.plans.values():
+        if problem_key(taken.plan.problem) == key:  # a spec may be short for that of its plan
+            named = times.get(taken.pick.spec, taken.measured_s)
+            taken.measured_s = times.get(taken.spec, named)
     workspace.drop_code()
     workspace.agreed.clear()
 

@@ -6,15 +6,19 @@ then on every rank decides by itself from equal facts.
 
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 
 import torch
 from torch import Tensor
 
 from counterpoint.choose.by_model import by_model, candidates, part_rows
+from counterpoint.choose.choice import Choice
 from counterpoint.choose.known import Knowledge, load, problem_key, released
+from counterpoint.choose.taken import Pick
 from counterpoint.costs import NO_TILES, Tiles
 from counterpoint.errors import CounterpointWarning, InputError
+from counterpoint.log import logger
 from counterpoint.ops.place import place_of
 from counterpoint.plan.families import build
 from counterpoint.problem import Problem
@@ -22,25 +26,21 @@ from counterpoint.runtime.device_limits import refused_in
 from counterpoint.runtime.workspace import Workspace
 
 
-def choose_spec(problem: Problem, workspace: Workspace, tensors: Sequence[Tensor | None]) -> str:
+def choose_spec(problem: Problem, workspace: Workspace, tensors: Sequence[Tensor | None]) -> Pick:
     """The spec of the plan for `problem`; collective unless a graph is being captured."""
     known = knowledge_of(workspace)
-    if problem.ranks == 1 or refused_in(workspace):
-        return "serial"
-    if not_weighed(known, problem):
-        return problem.operation.untold(problem)
-    tuned = known.tuned.get(problem_key(problem))
-    if tuned is not None:
-        try:
-            build(problem, tuned, known.machine)
-            return tuned
-        except InputError as error:  # a file that someone has written into
-            what = f"the plan tuned for {problem} is ignored: {error}"
-            warnings.warn(what, CounterpointWarning, stacklevel=2)
+    if problem.ranks == 1:
+        return Pick("serial", "not weighed", "one rank")
+    if why := refused_in(workspace):
+        return Pick("serial", "not weighed", why)
+    if why := not_weighed(known, problem):
+        return Pick(problem.operation.untold(problem), "not weighed", why)
+    if (tuned := _tuned(problem, known)) is not None:
+        return tuned
     if known.machine is None:
-        return problem.operation.untold(problem)
+        return Pick(problem.operation.untold(problem), "not weighed", "no machine is known")
     if not any(candidates(problem, known.machine)):
-        return "serial"
+        return Pick("serial", "not weighed", "no other plan for it")
     on_gpu = workspace.device.type == "cuda"
     capturing = on_gpu and torch.cuda.is_current_stream_capturing()
     tiles: Tiles = NO_TILES
@@ -50,9 +50,39 @@ def choose_spec(problem: Problem, workspace: Workspace, tensors: Sequence[Tensor
     room = None
     if capturing:
         room = 2 * workspace.fused.words.half_bytes if workspace.fused else 0
-    spec = by_model(problem, known.machine, tiles=tiles, words_limit=room).spec
+    choice = by_model(problem, known.machine, tiles=tiles, words_limit=room)
     # the library's tiles are asked of each GPU by itself
-    return spec if capturing else workspace.gather(spec)[0]
+    spec = choice.spec if capturing else workspace.gather(choice.spec)[0]
+    return _estimated(replace(choice, spec=spec))
+
+
+def _tuned(problem: Problem, known: Knowledge) -> Pick | None:
+    """What was tuned for a problem, if anything was."""
+    key = problem_key(problem)
+    if (spec := known.tuned.get(key)) is None:
+        return None
+    try:
+        build(problem, spec, known.machine)
+    except InputError as error:  # a file that someone has written into
+        what = f"the plan tuned for {problem} is ignored: {error}"
+        logger.info(what)
+        warnings.warn(what, CounterpointWarning, stacklevel=3)
+        return None
+    timed = known.times.get(key)
+    if timed is None:
+        return Pick(spec, "kept file")
+    seconds, next_spec, next_s, here = timed
+    source = "tuned" if here else "kept file"
+    return Pick(spec, source, "", None, seconds, next_spec, next_s)
+
+
+def _estimated(choice: Choice) -> Pick:
+    """What the model has found; of a plan that rank 0 alone has weighed no times."""
+    if not any(c.spec == choice.spec for c in choice.table):
+        return Pick(choice.spec, "estimated")
+    after = choice.runner_up
+    others = (after.spec, after.seconds) if after else ("", None)
+    return Pick(choice.spec, "estimated", "", choice.seconds, None, *others)
 
 
 def not_weighed(known: Knowledge, problem: Problem) -> str:

@@ -18,16 +18,17 @@ from torch.autograd import forward_ad
 from torch.nn import Parameter
 from torch.utils import _device as device
 
+from counterpoint.choose.taken import Taken
 from counterpoint.errors import CounterpointError, UnsupportedError
 from counterpoint.ops import batch_invariant, watched
 from counterpoint.ops.agreement import Input, agree, checking, words_of
 from counterpoint.ops.check import check_group
-from counterpoint.ops.plans import KEYS, in_force, of_islands, plan_of
+from counterpoint.ops.plans import KEYS, in_force, noted, of_islands, plan_of
 from counterpoint.ops.register import with_gradient
 from counterpoint.plan.families import build
 from counterpoint.plan.steps import Plan
 from counterpoint.problem import Problem
-from counterpoint.runtime import activated
+from counterpoint.runtime import activated, nvtx
 from counterpoint.runtime.attention import made_whole
 from counterpoint.runtime.execute import Code, compile_plan
 from counterpoint.runtime.ranks import group_of
@@ -128,10 +129,12 @@ class Compiled(NamedTuple):
 
     Args:
         code: None: there is nothing to compute.
+        taken: what its calls are counted by.
         digests: of the facts, for each `Operator.compares` that there were.
     """
 
     code: Code | None
+    taken: Taken
     digests: dict[object, int]
 
 
@@ -148,6 +151,7 @@ class Ready:
     ) -> None:
         self.workspace, self.board = workspace, workspace.board
         code = self.code = known.code
+        self.taken = known.taken
         self.digest = known.digests[operator.compares]
         given = enumerate(zip(operator.inputs, tensors, strict=True))
         named = {buffer.name for buffer in code.program.plan.buffers} if code else set[str]()
@@ -201,6 +205,7 @@ class Ready:
             if self.code is not None:
                 if self.clears:
                     operands["clear"] = like
+                self.taken.calls += 1
                 self.code.run(operands)
                 if self.ends is not None:
                     self.ends(operands)
@@ -448,6 +453,8 @@ def _prepared(
     known: Compiled | None = workspace.code.get(facts)
     # ranks that disagree would wait for one another, or compute something else: compared in words
     # at the first call with these facts, and at each call where that is asked for; else by digests
+    if known is None:
+        refused = refused or nvtx.refusal(operator.name or operator.op)
     digest = known.digests.get(operator.compares) if known else None
     if digest is None or checking():
         digest = _compare(operator, tensors, plan, rows, workspace, refused)
@@ -457,7 +464,7 @@ def _prepared(
     ranks, rank = workspace.board.ranks, workspace.rank
     if known is None:
         problem = of_islands(operator.problem(tensors, rows, ranks), workspace)
-        chosen = plan_of(problem, plan, workspace, tensors)
+        taken = plan_of(problem, plan, workspace, tensors)
         code: Code | None = None
         if not problem.empty:
             # memory and views of it that calls in any mode may write to
@@ -465,8 +472,9 @@ def _prepared(
                 given = zip(operator.inputs, tensors, strict=True)
                 like = {x.name: formed(t) if (formed := _form(x, t)) else t
                         for x, t in given if t is not None}  # fmt: skip
-                code = compiled(chosen, plan, workspace, like)
-        known = Compiled(code, {})
+                code = compiled(taken.plan, plan, workspace, like)
+            taken = noted(taken, code, workspace)
+        known = Compiled(code, taken, {})
         workspace.remember(facts, known)
     known.digests[operator.compares] = digest
     outputs = operator.outputs(tensors, rows, ranks, rank)
@@ -512,14 +520,14 @@ def compiled(plan: Plan, asked: str, workspace: Workspace, like: Operands | None
         UnsupportedError: the plan was asked for, and does not run on the GPU of a rank.
     """
     try:
-        return compile_plan(plan, workspace, like=like)
+        return nvtx.ranged(compile_plan(plan, workspace, like=like))
     except UnsupportedError:
         # of a plan that waits in a kernel all ranks are here then, see CudaCode; in a capture each
         # would be by itself
         waits = any(step.spins for step in plan.steps)
         if asked.split()[0] != "auto" or not waits or torch.cuda.is_current_stream_capturing():
             raise
-    return compile_plan(build(plan.problem, "serial"), workspace, like=like)
+    return nvtx.ranged(compile_plan(build(plan.problem, "serial"), workspace, like=like))
 
 
 def run(

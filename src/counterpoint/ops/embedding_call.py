@@ -17,11 +17,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
+from counterpoint.choose.taken import Taken
 from counterpoint.ops import batch_invariant
 from counterpoint.ops.call import compiled
 from counterpoint.ops.embedding_facts import Asked, agreed
 from counterpoint.ops.embedding_kernels import OP, Bags, Chunks
-from counterpoint.ops.plans import KEYS
+from counterpoint.ops.plans import KEYS, noted
 from counterpoint.ops.pooled_outputs import PooledOutputs
 from counterpoint.plan.embedding_bag_all_to_all import after_barrier
 from counterpoint.plan.steps import Plan
@@ -47,6 +48,7 @@ class Ready:
     """
 
     code: Code | None = None
+    taken: Taken  # of code: what its calls are counted by
     opened: Code | None = None  # for an output that replays of a graph share
 
     def __init__(
@@ -88,6 +90,7 @@ class Ready:
                 code = code if turn < out.turns else self.opened
             if code is not None:
                 bags: Any = Bags(tables, indices, offsets, weights, last, self.mean, placed, into)
+                self.taken.calls += 1
                 code.run({"bags": bags, "y": y})
             board.calling = 0
         except BaseException as error:
@@ -169,7 +172,8 @@ def _first(
     device = asked.device
     workspace = workspace_of(group, device)
     workspace.check()
-    problem, plan = agreed(asked, workspace, asks)
+    problem, taken = agreed(asked, workspace, asks)
+    plan = taken.plan
     placed: dict[object, Chunks] = {}
     facts = (OP, plan.problem, plan.spec, asked.mode, bool(asked.out and asked.out.captured))
     ready: Ready | None = workspace.code.get(facts)
@@ -186,6 +190,8 @@ def _first(
         ready = Ready(workspace, problem, digests, mean=asked.mode == "mean")
         if not problem.empty:
             ready.compile(plan, asked, placed)
+            assert ready.code is not None
+            ready.taken = noted(taken, ready.code, workspace)
         workspace.remember(facts, ready)
     # others than those meet, or are compared, at each call
     if key is not None and asked.dims is not None and device.type == "cuda" and asked.frozen():

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from counterpoint.choose.taken import Taken
 from counterpoint.errors import CounterpointError, InputError
 from counterpoint.ops import agreement
 from counterpoint.ops.embedding_check import check_bags, check_limits, fix_of_last, problem_with
@@ -19,6 +20,7 @@ from counterpoint.ops.pooled_outputs import PooledOutputs
 from counterpoint.plan.embedding_bag_all_to_all import OP
 from counterpoint.plan.steps import Plan
 from counterpoint.problem import Problem
+from counterpoint.runtime import nvtx
 from counterpoint.runtime.workspace import Workspace, refuse_capture
 
 
@@ -71,10 +73,10 @@ class _Agreed(NamedTuple):
     """What ranks have found together."""
 
     problem: Problem
-    plan: Plan
+    plan: Taken
 
 
-def agreed(asked: Asked, workspace: Workspace, asks: bool) -> tuple[Problem, Plan]:
+def agreed(asked: Asked, workspace: Workspace, asks: bool) -> tuple[Problem, Taken]:
     """What is computed and how; ranks meet at the first call with these dims, counts and plan.
 
     All of them must come to it or none: so it is known by what is equal on all ranks, and asked
@@ -94,11 +96,11 @@ def agreed(asked: Asked, workspace: Workspace, asks: bool) -> tuple[Problem, Pla
         PeerTimeoutError: a rank did not come.
     """
     known: _Known | None = None
-    refused: InputError | None = None
+    refused: CounterpointError | None = nvtx.refusal(OP)
     try:
         check_bags(*asked[:6])
     except InputError as error:
-        refused = error
+        refused = refused or error
     try:
         known = _known_by(asked, workspace)
         _check_own(asked, known, workspace)
@@ -136,7 +138,7 @@ def agreed(asked: Asked, workspace: Workspace, asks: bool) -> tuple[Problem, Pla
     return found
 
 
-def _chosen(problem: Problem, known: _Known, workspace: Workspace) -> Plan:
+def _chosen(problem: Problem, known: _Known, workspace: Workspace) -> Taken:
     """The plan of the first call of such a problem."""
     key = (OP, replace(problem, indices=()), known.mode, known.plan)
     if key not in workspace.agreed:

@@ -127,6 +127,7 @@ class ExpertLayer:
         results = {"y": y, "rows": rows, "row_weights": weights}
         with self.board.whole():
             self.board.note(ready.digest)
+            ready.taken.calls += 1
             assert ready.code is not None
             ready.code.run(ready.bound(tensors, results))
         return [y, rows]

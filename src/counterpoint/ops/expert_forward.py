@@ -4,7 +4,7 @@ Its calls are those that come one by one elsewhere, in their order. Where addres
 training loop, what the host launches is one graph; nothing else is made ready again then.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
 from math import prod
 from typing import NamedTuple
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from counterpoint.ops import call, exchange_routes
 from counterpoint.ops.expert_calls import ExpertLayer, Needs
-from counterpoint.runtime import tell_routes
+from counterpoint.runtime import nvtx, tell_routes
 from counterpoint.runtime.device_routes import Found
 from counterpoint.runtime.lanes_cuda import profiling
 from counterpoint.runtime.launch_collective import replayed
@@ -152,6 +152,7 @@ class Forward:
             calls = [board.calls]
             for ready in self.ready:
                 board.note(ready.digest)
+                ready.taken.calls += 1
                 calls.append(board.calls)
             blocks, scratch = self._new(x), self.scratch.new(x)
 
@@ -177,6 +178,7 @@ class Forward:
         made = self._made(x, calls=calls)._replace(found=found)
         for ready, operands in zip(self.ready, self._operands(tensors, made), strict=True):
             layer.board.note(ready.digest)
+            ready.taken.calls += 1
             calls.append(layer.board.calls)
             assert ready.code is not None
             ready.code.launch(operands)
@@ -200,7 +202,7 @@ def at_once(
     gate_up, down = parameters
     key = (needs, x.dtype, experts.dtype, weights.dtype, gate_up.shape, down.shape,
            gate_up.stride(), down.stride())  # fmt: skip
-    forward: Forward | None = layer.forwards.get(key)
+    forward: Callable[[Sequence[Tensor]], Made] | None = layer.forwards.get(key)
     whole = layer.whole(x, 0.0), layer.whole(experts, NONE), layer.whole(weights, 0.0)
     if forward is None:
         if (ready := _ready(layer, x, parameters, needs)) is None:
@@ -208,7 +210,9 @@ def at_once(
         asked = layer.sizes, layer.facts.num_experts, (experts.dtype, weights.dtype)
         if x.is_cuda and not tell_routes.by_kernels_alone(layer.workspace, *asked):
             return None
-        forward = layer.forwards[key] = Forward(layer, needs, ready, (*whole, *parameters))
+        forward = nvtx.within(Forward(layer, needs, ready, (*whole, *parameters)),
+                              *(each.taken.plan for each in ready))  # fmt: skip
+        layer.forwards[key] = forward
     return forward((*whole, *parameters))
 
 

@@ -7,7 +7,9 @@ from pathlib import Path
 
 from torch import Tensor
 
+from counterpoint.choose.taken import Pick, Taken
 from counterpoint.errors import InputError, PlanError
+from counterpoint.log import say
 from counterpoint.ops.auto import choose_spec, knowledge_of
 from counterpoint.ops.batch_invariant import in_mode
 from counterpoint.ops.register import as_a_constant
@@ -18,6 +20,7 @@ from counterpoint.plan.serialize import to_json
 from counterpoint.plan.steps import Plan
 from counterpoint.plan.validate import validate
 from counterpoint.problem import Problem
+from counterpoint.runtime.execute import Code
 from counterpoint.runtime.workspace import Workspace
 
 PLAN_KEY = "plan:"
@@ -80,7 +83,7 @@ def _read(op: str, path: Path) -> Plan:
 
 def plan_of(
     problem: Problem, plan: str, workspace: Workspace, tensors: Sequence[Tensor | None]
-) -> Plan:
+) -> Taken:
     """The plan that `plan` names for `problem`; "auto" is chosen, equally on all ranks.
 
     Raises:
@@ -95,11 +98,30 @@ def plan_of(
             problem = replace(_without_bias(problem), invariant=True)
         if not _fits(own.problem, problem):
             raise InputError(problem.op, "plan", want=f"for {problem}", got=f"for {own.problem}")
-        return own
+        return Taken(own, Pick(own.spec, "asked for"))
     problem, plan = said(_without_bias(problem) if says(plan) else problem, plan)
-    if plan == "auto":
-        plan = choose_spec(problem, workspace, tensors)
-    return build(problem, plan, knowledge_of(workspace).machine)
+    auto = plan == "auto"
+    pick = choose_spec(problem, workspace, tensors) if auto else Pick(plan, "asked for")
+    return Taken(build(problem, pick.spec, knowledge_of(workspace).machine), pick)
+
+
+def noted(taken: Taken, code: Code, workspace: Workspace) -> Taken:
+    """Where calls of a plan count themselves; it is logged where the plan, or its source, is new.
+
+    Args:
+        code: what was compiled: serial, where the plan that "auto" took does not run here.
+    """
+    ran = code.program.plan
+    if ran.spec != taken.spec:
+        taken = Taken(ran, Pick(ran.spec, "not weighed", f"{taken.spec} does not run here"))
+    known: Taken | None = workspace.plans.get((ran.problem, ran.spec))
+    if known is not None and known.pick.source == taken.pick.source:
+        return known
+    if known is None:
+        known = workspace.take(ran, taken)
+    known.know(taken.pick)
+    say(workspace.rank, "group %s: %s", workspace.group.group_name, known)
+    return known
 
 
 def _without_bias(problem: Problem) -> Problem:

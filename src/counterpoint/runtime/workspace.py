@@ -93,7 +93,9 @@ class Workspace:
         self.fused: Any = None  # what kernels that talk to their peers keep here
         self.wire: Any = None  # what goes between islands, see wire.py
         self.code: dict[Hashable, Any] = {}
-        self.plans: dict[tuple[Problem, str], None] = {}  # of all that was compiled, and its spec
+        # of all that was compiled, and its spec: what calls are counted by, see ops/plans.py
+        self.plans: dict[tuple[Problem, str], Any] = {}
+        self.symmetric: weakref.WeakSet[SymmetricMemory] = weakref.WeakSet()  # all that there is
         self.known: dict[Hashable, Any] = {}  # of `code`, by what an eager call sees at once
         self.agreed: dict[Hashable, Any] = {}
         self.knowledge: Any = None  # what the choosers keep here: equal on all ranks
@@ -203,7 +205,9 @@ class Workspace:
         if wants_all and self.islands.number > 1:
             what = f"memory that all ranks reach, and they are on {self.islands.number} islands"
             raise UnsupportedError(f"{wants_all}: needs {what}: see `counterpoint doctor --group`")
-        return allocate(num_bytes, self.group, self.device, self.gather, self.islands.mine)
+        made = allocate(num_bytes, self.group, self.device, self.gather, self.islands.mine)
+        self.symmetric.add(made)
+        return made
 
     def gather(self, value: T, awaited: Awaited = SETUP) -> list[T]:
         """What all ranks say, in rank order: no rank returns before each has come to it.
@@ -224,11 +228,13 @@ class Workspace:
             self.code.pop(next(iter(self.code)))
             self.known.clear()
         self.code[key] = code
-        if code.code is not None:
-            plan: Plan = code.code.program.plan
-            if len(self.plans) >= MAX_CODE:
-                self.plans.pop(next(iter(self.plans)))
-            self.plans[plan.problem, plan.spec] = None
+
+    def take(self, plan: Plan, taken: T) -> T:
+        """Keep what calls of a plan are counted by; the oldest is forgotten when there are many."""
+        if len(self.plans) >= MAX_CODE:
+            self.plans.pop(next(iter(self.plans)))
+        self.plans[plan.problem, plan.spec] = taken
+        return taken
 
     def know(self, key: Hashable, ready: Any) -> None:
         """Keep what an eager call finds by how its tensors lie; all is forgotten if it is much."""
