@@ -92,7 +92,8 @@ class Model:
         """The model of a Hugging Face `config.json`.
 
         Known are Llama, Mistral, Qwen2, Qwen3, Gemma, Gemma 2, OLMo 2, Phi-3, Mixtral, Qwen2-MoE,
-        Qwen3-MoE, gpt-oss, DeepSeek-V2 and -V3, GPT-2 and GPT-NeoX. Sequences have 8192 tokens, or fewer where the model takes fewer.
+        Qwen3-MoE, gpt-oss, DeepSeek-V2 and -V3, GPT-2 and GPT-NeoX. Sequences
+        have 8192 tokens, or fewer where the model takes fewer.
 
         Args:
             path: of the file, or of the folder that has it.
