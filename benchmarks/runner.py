@@ -134,7 +134,9 @@ def _timed(
     benchmark: Benchmark, arms: Arms, calls: Mapping[str, Call], errors: dict[str, list[float]],
     bench: Bench,
 ) -> list[Row]:  # fmt: skip
-    """Rows of graphs, then of single calls."""
+    """Rows of graphs, then of single calls; none where nobody has an arm."""
+    if not calls:
+        return []
     more: dict[str, Any] = {
         "group": bench.group,
         "device": bench.device,

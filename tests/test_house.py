@@ -17,16 +17,16 @@ ROOT = Path(__file__).parent.parent
 HOUSE = ROOT / "src" / "counterpoint"
 # lines of code of each folder, as they are: a change that needs more says why, and edits this table
 CODE = {
-    ".": 1628, "adapters": 2372, "advice": 1376, "choose": 629, "cli": 2243, "fsdp": 1888,
+    ".": 1628, "adapters": 2372, "advice": 1381, "choose": 629, "cli": 2340, "fsdp": 1882,
     "kernels": 2767, "measure": 2094, "model": 667, "nn": 996, "ops": 7034, "plan": 5577,
-    "resources": 1413, "runtime": 6743, "scale": 2598, "testing": 344,
+    "resources": 1413, "runtime": 6743, "scale": 3018, "testing": 344,
 }  # fmt: skip
-CODE_OF_BENCHMARKS = 12726
+CODE_OF_BENCHMARKS = 12914
 SLACK = 30  # lines by which a folder may be smaller than its ceiling before that is lowered
 MOST_FILES, MOST_LINES = 20, 400  # of a folder, and of a file
 # what is above: as it is, until it falls
-FILES = {"adapters": 24, "cli": 22, "kernels": 24, "ops": 53, "plan": 56, "runtime": 61,
-         "scale": 24}  # fmt: skip
+FILES = {"adapters": 24, "cli": 23, "kernels": 24, "ops": 53, "plan": 56, "runtime": 61,
+         "scale": 26}  # fmt: skip
 LONG = {
     "runtime/notice_board.py": 876, "ops/all_gather_matmul.py": 564,
     "ops/call.py": 599, "fsdp/torch_parts.py": 617, "runtime/workspace.py": 513,

@@ -138,18 +138,16 @@ def scale(
 
     **Example:** `counterpoint scale --check`
     """
-    check_written("scale", "--picture", picture, SUFFIXES)
-    check_written("scale", "--map", map_to, SUFFIXES)
-    if chakra is not None:
-        check_made("scale", "--chakra", chakra)
+    files = {"--picture": picture, "--map": map_to, "--chakra": chakra}
+    _writable(files)
     console = Console(highlight=False)
     bar = progress(console, shown=console.is_terminal and not as_json)
     if check:
-        _left_out({"MODEL": model, "--picture": picture, "--map": map_to, "--chakra": chakra})
+        _left_out("--check", {"MODEL": model, **files})
         _show_check(bar, as_json)
         return
     if serve:
-        _left_out({"--picture": picture, "--map": map_to, "--chakra": chakra}, "--serve")
+        _left_out("--serve", files)
         show_serving(model, machine_at("scale", machine), tp=tp, sequences=sequences,
                      length=sequence, as_json=as_json)  # fmt: skip
         return
@@ -195,11 +193,19 @@ def _batch(known: Model | Dlrm, gpus: int) -> int:
     return max(known.batch // gpus, 1) if isinstance(known, Dlrm) else 1
 
 
-def _left_out(given: Mapping[str, object], with_: str = "--check") -> None:
-    """Refuse what --check or --serve does without."""
+def _writable(files: Mapping[str, Path | None]) -> None:
+    """Refuse what cannot be written, before anything is predicted."""
+    for option in ("--picture", "--map"):
+        check_written("scale", option, files[option], SUFFIXES)
+    if files["--chakra"] is not None:
+        check_made("scale", "--chakra", files["--chakra"])
+
+
+def _left_out(beside: str, given: Mapping[str, object]) -> None:
+    """Refuse what an option does without."""
     for option, value in given.items():
         if value:
-            raise InputError("scale", option, want=f"left out with {with_}", got=repr(str(value)))
+            raise InputError("scale", option, want=f"left out with {beside}", got=repr(str(value)))
 
 
 def _write(

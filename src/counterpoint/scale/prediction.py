@@ -237,20 +237,24 @@ def predict(
         raise InputError("predict", "overlap", want=f"one of {', '.join(OVERLAPS)}", got=overlap)
     network = Network(where, fabric)
     if isinstance(known, Dlrm):
-        recommender = DlrmStep(known, layout, network, overlap)
-        network.covers(layout.num_gpus)
-        parts, stages = recommender.run()
-        items = layout.micro_batch * layout.dp
-        stands_on = dlrm_assumptions.assumptions(recommender)
-        notes = dlrm_assumptions.said(recommender)
-        held = memory.recommender(known, layout, where)
-    else:
-        layout.fits(known)
-        network.covers(layout.num_gpus)
-        layers = Layers(known, layout, network, overlap)
-        parts, stages = Step(layers).run()
-        items = layout.micro_batch * layout.micro_batches * layout.dp * layout.length(known)
-        stands_on, notes = assumptions(layers), []
-        held = memory.training(known, layout, where, fabric)
+        return _recommender(known, layout, network, overlap)
+    layout.fits(known)
+    network.covers(layout.num_gpus)
+    layers = Layers(known, layout, network, overlap)
+    parts, stages = Step(layers).run()
+    items = layout.micro_batch * layout.micro_batches * layout.dp * layout.length(known)
+    held = memory.training(known, layout, where, fabric)
     return Prediction(known, layout, where.name, overlap, stages.seconds, parts, items,
-                      tuple(stands_on), held, stages, tuple(notes))  # fmt: skip
+                      tuple(assumptions(layers)), held, stages)  # fmt: skip
+
+
+def _recommender(model: Dlrm, layout: Layout, network: Network, overlap: Overlap) -> Prediction:
+    step = DlrmStep(model, layout, network, overlap)
+    network.covers(layout.num_gpus)
+    parts, stages = step.run()
+    machine = network.machine
+    return Prediction(
+        model, layout, machine.name, overlap, stages.seconds, parts,
+        layout.micro_batch * layout.dp, tuple(dlrm_assumptions.assumptions(step)),
+        memory.recommender(model, layout, machine), stages, tuple(dlrm_assumptions.said(step)),
+    )  # fmt: skip
