@@ -159,16 +159,11 @@ def scale(
         micro_batch=micro_batch or _batch(known, gpus), num_micro_batches=num_micro_batches,
         sequence=sequence, recompute=recompute, data_parallel_sharding=sharding,
     )  # fmt: skip
-    fabric = Fabric(
-        nic_bytes_per_s=_nic(nic), levels=_levels(pods), torus=_torus(torus), rails=rails,
-        congestion=congestion, source=f"--nic {nic}",
-    )  # fmt: skip
+    fabric = _fabric(nic, pods, torus, rails, congestion)
     with bar:
         task = bar.add_task("predictions", total=len(modes))
-        found = [
-            predict(known, layout, fabric, where, overlap=mode)
-            for mode in bar.track(modes, task_id=task)
-        ]
+        tracked = bar.track(modes, task_id=task)
+        found = [predict(known, layout, fabric, where, overlap=mode) for mode in tracked]
         _write(found, picture, chakra, bar)
         if map_to and isinstance(known, Dlrm):
             draw_map(map_of(DlrmStep(known, layout, Network(where, fabric), "ours")), map_to)
@@ -176,6 +171,13 @@ def scale(
         print(json.dumps([_facts(each) for each in found], indent=2))
         return
     _show(found, console, {"picture": picture, "map": map_to})
+
+
+def _fabric(nic: str, pods: str, torus: str, rails: bool, congestion: Congestion) -> Fabric:
+    return Fabric(
+        nic_bytes_per_s=_nic(nic), levels=_levels(pods), torus=_torus(torus), rails=rails,
+        congestion=congestion, source=f"--nic {nic}",
+    )  # fmt: skip
 
 
 def _known(model: str, gpus: int, *, mapped: bool) -> Model | Dlrm:
