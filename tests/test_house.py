@@ -17,9 +17,9 @@ ROOT = Path(__file__).parent.parent
 HOUSE = ROOT / "src" / "counterpoint"
 # lines of code of each folder, as they are: a change that needs more says why, and edits this table
 CODE = {
-    ".": 1610, "adapters": 2370, "advice": 1376, "choose": 557, "cli": 2242, "fsdp": 1888,
-    "kernels": 2767, "measure": 2012, "model": 667, "nn": 996, "ops": 6975, "plan": 5577,
-    "resources": 1413, "runtime": 6709, "scale": 2598, "testing": 344,
+    ".": 1638, "adapters": 2372, "advice": 1376, "choose": 557, "cli": 2263, "fsdp": 1888,
+    "kernels": 2767, "measure": 2014, "model": 667, "nn": 998, "ops": 6975, "plan": 5577,
+    "resources": 1415, "runtime": 6709, "scale": 2598, "testing": 346,
 }  # fmt: skip
 CODE_OF_BENCHMARKS = 12726
 SLACK = 30  # lines by which a folder may be smaller than its ceiling before that is lowered
