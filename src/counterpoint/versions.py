@@ -8,6 +8,11 @@ from typing import NamedTuple
 
 NAMES = ("torch", "triton", "numpy", "python")
 PLACES = ("CPU ranks", "GPUs")  # by `on_gpus`
+# minor versions that the library may be used with, tried or not
+RANGES = {
+    "torch": ("2.11", "2.12", "2.13", "2.14", "2.15"),
+    "python": ("3.11", "3.12", "3.13", "3.14"),
+}
 
 
 class Tried(NamedTuple):
@@ -53,6 +58,16 @@ def untried(versions: Mapping[str, str | None], *, on_gpus: bool) -> str:
     )
 
 
+def passed() -> dict[str, dict[str, str]]:
+    """By torch and python, then minor version: the last date of tests that passed."""
+
+    def last(name: str, minor: str) -> str:
+        dates = [tried.date for tried in TRIED if _alike(getattr(tried, name), minor)]
+        return max(dates, default="not tried")
+
+    return {name: {m: last(name, m) for m in minors} for name, minors in RANGES.items()}
+
+
 def _alike(one: str, other: str) -> bool:
     return one.split(".")[:2] == other.split(".")[:2]
 
@@ -69,3 +84,11 @@ def rows() -> list[str]:
         for t in TRIED
     ]
     return head + [f"| {' | '.join(line)} |" for line in cells]
+
+
+def summaries() -> list[str]:
+    """A line each for torch and Python, in docs/versions.md and of `counterpoint doctor`."""
+    return [
+        f"{name} tests passed: {', '.join(f'{minor} {date}' for minor, date in found.items())}"
+        for name, found in passed().items()
+    ]

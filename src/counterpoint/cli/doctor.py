@@ -19,7 +19,7 @@ from counterpoint import __version__
 from counterpoint.choose.known import cache_folder, load
 from counterpoint.errors import CounterpointError
 from counterpoint.lazy import INSTALLED_BY
-from counterpoint.versions import untried
+from counterpoint.versions import passed, summaries, untried
 
 torch: Any = import_module("torch") if find_spec("torch") else None  # a light install has none
 PACKAGES = ("torch", "triton", "numpy", "matplotlib", "cuda-bindings")
@@ -67,6 +67,7 @@ def collect() -> dict[str, Any]:
         "known": _known(gpus),
         "environment": {name: os.environ.get(name) for name in VARIABLES},
     }  # fmt: skip
+    facts["passed"] = passed()
     facts["untried"] = untried(facts["versions"], on_gpus=bool(gpus))
     return facts | {"missing": _missing(facts)}
 
@@ -229,6 +230,8 @@ def _print(console: Console, facts: dict[str, Any]) -> None:
     if facts["topology"]:
         console.print("links (nvidia-smi topo -m)", style="bold")
         console.print(facts["topology"], markup=False, highlight=False, soft_wrap=True)
+    for line in summaries():
+        console.print(line, soft_wrap=True)
     if facts["untried"]:
         console.print(f"[yellow]untried:[/] {facts['untried']}")
     for what, fix in facts["missing"].items():
