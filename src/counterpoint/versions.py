@@ -28,6 +28,7 @@ class Tried(NamedTuple):
 
 
 SUBSET = "operators, layers and kernels on CPU ranks, `torch.compile`, PTX; the wheel"
+PART = "only FSDP2 and operators; no kernel compiled"
 
 TRIED = (
     Tried("2.11.0+cu130", "3.6.0", "2.5.2", "3.12.3", True, "all tests of GPUs; all tables",
@@ -36,6 +37,7 @@ TRIED = (
     Tried("2.13.0+cpu", "3.6.0", "2.3.5", "3.11.7", False, "all tests without GPUs; the wheel",
           "2026-11-23"),
     Tried("2.13.0+cpu", "3.9.0", "2.4.6", "3.11.7", False, SUBSET, "2026-11-23"),
+    Tried("2.14.1+cu130", "3.8.0", "2.5.5", "3.13.0", False, PART, "2026-11-29"),
     Tried("2.15.0+cu132", "3.9.0", "2.4.6", "3.11.7", False, SUBSET, "2026-11-23"),
 )  # fmt: skip
 
@@ -59,10 +61,11 @@ def untried(versions: Mapping[str, str | None], *, on_gpus: bool) -> str:
 
 
 def passed() -> dict[str, dict[str, str]]:
-    """By torch and python, then minor version: the last date of tests that passed."""
+    """By torch and python, then minor version: when tests last passed, or "not tried"."""
 
     def last(name: str, minor: str) -> str:
-        dates = [tried.date for tried in TRIED if _alike(getattr(tried, name), minor)]
+        some = [tried for tried in TRIED if _alike(getattr(tried, name), minor)]
+        dates = [f"{tried.date}{' in part' * (tried.ran == PART)}" for tried in some]
         return max(dates, default="not tried")
 
     return {name: {m: last(name, m) for m in minors} for name, minors in RANGES.items()}
