@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 HOUSE = ROOT / "src" / "counterpoint"
 # lines of code of each folder, as they are: a change that needs more says why, and edits this table
 CODE = {
-    ".": 1655, "adapters": 2372, "advice": 1376, "choose": 557, "cli": 2266, "fsdp": 1888,
+    ".": 1656, "adapters": 2372, "advice": 1376, "choose": 557, "cli": 2266, "fsdp": 1888,
     "kernels": 2767, "measure": 2014, "model": 667, "nn": 998, "ops": 6975, "plan": 5577,
     "resources": 1415, "runtime": 6709, "scale": 2598, "testing": 346,
 }  # fmt: skip

@@ -34,6 +34,7 @@ TRIED = (
     Tried("2.11.0+cu130", "3.6.0", "2.5.2", "3.12.3", True, "all tests of GPUs; all tables",
           "2026-11-22"),
     Tried("2.11.0+cu130", "3.6.0", "2.4.6", "3.11.7", False, SUBSET, "2026-11-23"),
+    Tried("2.12.1+cu130", "3.7.1", "2.5.5", "3.12.1", False, PART, "2026-11-29"),
     Tried("2.13.0+cpu", "3.6.0", "2.3.5", "3.11.7", False, "all tests without GPUs; the wheel",
           "2026-11-23"),
     Tried("2.13.0+cpu", "3.9.0", "2.4.6", "3.11.7", False, SUBSET, "2026-11-23"),
@@ -65,8 +66,8 @@ def passed() -> dict[str, dict[str, str]]:
 
     def last(name: str, minor: str) -> str:
         some = [tried for tried in TRIED if _alike(getattr(tried, name), minor)]
-        dates = [f"{tried.date}{' in part' * (tried.ran == PART)}" for tried in some]
-        return max(dates, default="not tried")
+        full = [tried.date for tried in some if tried.ran != PART]
+        return max(full or [f"{tried.date} in part" for tried in some], default="not tried")
 
     return {name: {m: last(name, m) for m in minors} for name, minors in RANGES.items()}
 
