@@ -34,7 +34,7 @@ docs: $(VENV)/.ready-docs  ## the site, to out/site: every warning is an error, 
 	@NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build
 	@echo "out/site/index.html; with search: $(VENV)/bin/python -m http.server -d out/site"
 
-package:  ## the wheel, tried in an environment of its own without a checkout: smoke test, notebook; then the docs
+package:  ## the wheel, without a checkout, in empty environments: light, pictures, torch, notebook; then the docs
 	@command -v $(PYTHON) >/dev/null || { echo "make: no $(PYTHON) here; install Python 3.11 or newer"; exit 1; }
 	@$(PYTHON) .ci/package.py
 	@$(MAKE) --no-print-directory docs

@@ -1,7 +1,8 @@
 """`make package`: build sdist and wheel, install the wheel away from the checkout, try it there.
 
-In an empty environment of its own it runs .ci/smoke.py and the notebook, whose printed outputs must
-be those that are committed. Standard library only.
+In an empty environment for each of light, pictures and torch it runs .ci/smoke.py, and says how
+large that is. The extras of the notebook come to torch's, and its printed outputs must be those
+that are committed. The extra cuda is only resolved. Standard library only.
 """
 
 from __future__ import annotations  # an old Python is to reach the line that says so
@@ -19,7 +20,7 @@ from typing import Any
 import setup
 
 OUT = Path("out/package").absolute()
-TOOLS, ENV, AWAY = OUT / "tools", OUT / "env", OUT / "away"
+TOOLS, AWAY = OUT / "tools", OUT / "away"
 NOTEBOOK = Path("examples/first_five_minutes.ipynb")
 # nothing of the checkout, of the caller's Python, or of what was measured here
 UNSET = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "COUNTERPOINT_CACHE", "TRITON_INTERPRET")
@@ -42,15 +43,52 @@ def main() -> None:
     AWAY.mkdir(parents=True)
     wheel = build()
     check_files(wheel)
-    venv.create(ENV, with_pip=True)
-    pins = setup.torch_and_pins(ENV)
-    setup.pip(ENV, "the wheel, and what runs notebooks", "-c", str(pins), f"{wheel}[notebook]")
-    print("smoke test, away from the checkout", flush=True)
-    run(ENV / "bin" / "python", "-I", Path(".ci/smoke.py").absolute())
-    run_notebook()
-    for folder in (TOOLS, ENV):  # two gigabytes
+    for extras in ((), ("pictures",), ("torch",)):
+        env = try_environment(wheel, extras)
+    resolve_cuda(env, wheel)
+    setup.pip(env, "what runs notebooks", "-c", str(env / "constraints.txt"), f"{wheel}[notebook]")
+    smoke(env, "torch", "pictures")
+    run_notebook(env)
+    for folder in (TOOLS, *OUT.glob("env-*")):  # two gigabytes
         shutil.rmtree(folder)
     print(f"{wheel.relative_to(Path.cwd())} works without a checkout")
+
+
+def try_environment(wheel: Path, extras: tuple[str, ...]) -> Path:
+    """A new environment with the wheel and these extras, in which the smoke test succeeds."""
+    name = "-".join(extras) or "light"
+    env = OUT / f"env-{name}"
+    venv.create(env, with_pip=True)
+    empty_mb = megabytes(env)
+    pins = setup.torch_and_pins(env) if "torch" in extras else Path("constraints.txt")
+    target = f"{wheel}[{','.join(extras)}]" if extras else str(wheel)
+    setup.pip(env, f"the wheel, {name}", "-c", str(pins), target)
+    print(f"{name}: {megabytes(env) - empty_mb:.0f} MB", flush=True)
+    smoke(env, *extras)
+    return env
+
+
+def megabytes(folder: Path) -> float:
+    files = (each for each in folder.rglob("*") if each.is_file() and not each.is_symlink())
+    return sum(each.stat().st_size for each in files) / 1e6
+
+
+def smoke(env: Path, *extras: str) -> None:
+    print("smoke test, away from the checkout", flush=True)
+    run(env / "bin" / "python", "-I", Path(".ci/smoke.py").absolute(), *extras)
+
+
+def resolve_cuda(env: Path, wheel: Path) -> None:
+    """What the extra cuda would add to torch's; nothing is installed, since here is no GPU."""
+    python = env / "bin" / "python"
+    command = (python, "-m", "pip", "install", "-q", "--dry-run", "--report", "-", "-c",
+               env / "constraints.txt", f"{wheel}[cuda]")  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"{done.stderr}\nthe extra cuda cannot be resolved")
+    found = (each["metadata"] for each in json.loads(done.stdout)["install"])
+    said = ", ".join(f"{each['name']} {each['version']}" for each in found)
+    print(f"cuda, resolved and not installed: {said}", flush=True)
 
 
 def build() -> Path:
@@ -76,11 +114,12 @@ def check_files(wheel: Path) -> None:
         sys.exit(f"{wheel}: lacks {sorted(want - found)}, and has {sorted(found - want)}")
 
 
-def run(*command: str | Path) -> None:
-    """Run something of the new environment in an empty folder; it must succeed."""
+def run(program: Path, *arguments: str | Path) -> None:
+    """Run something of a new environment in an empty folder; it must succeed."""
+    command = (program, *arguments)
     kept = {name: value for name, value in os.environ.items() if name not in UNSET}
     environment = kept | {
-        "PATH": f"{ENV / 'bin'}{os.pathsep}{os.environ['PATH']}",
+        "PATH": f"{program.parent}{os.pathsep}{os.environ['PATH']}",
         "XDG_CACHE_HOME": str(OUT / "cache"), "IPYTHONDIR": str(OUT / "ipython"),
     }  # fmt: skip
     done = subprocess.run(command, cwd=AWAY, env=environment, stderr=subprocess.PIPE, text=True)
@@ -88,12 +127,12 @@ def run(*command: str | Path) -> None:
         sys.exit(f"{done.stderr}{' '.join(map(str, command))} failed in {AWAY}")
 
 
-def run_notebook() -> None:
+def run_notebook(env: Path) -> None:
     """Each cell runs, and prints what is committed. Pictures are not compared."""
     print(f"{NOTEBOOK}", flush=True)
     copy = AWAY / NOTEBOOK.name
     shutil.copy(NOTEBOOK, copy)
-    run(ENV / "bin" / "python", "-c", EXECUTE, copy.name)
+    run(env / "bin" / "python", "-c", EXECUTE, copy.name)
     for i, (want, found) in enumerate(zip(cells(NOTEBOOK), cells(copy), strict=True)):
         if printed(want) != printed(found):
             sys.exit(

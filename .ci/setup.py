@@ -16,7 +16,8 @@ from pathlib import Path
 VENV = Path(".venv")
 PYTHON = VENV / "bin" / "python"
 KEPT = ("torch", "numpy", "triton")  # what is there stays: they belong together
-EXTRAS = {"run": (), "docs": ("docs",), "dev": ("dev", "docs")}
+RUN = ("torch", "pictures")
+EXTRAS = {"run": RUN, "docs": (*RUN, "docs"), "dev": (*RUN, "dev", "docs")}
 USABLE = "import torch; assert tuple(map(int, torch.__version__.split('.')[:2])) >= (2, 11)"
 
 
@@ -91,7 +92,7 @@ def requirements(want: str) -> list[str]:
     lines = list(project["dependencies"])
     for extra in EXTRAS[want]:
         lines += project["optional-dependencies"][extra]
-    return lines
+    return [line for line in lines if name_of(line) != project["name"]]
 
 
 def cuda_bindings() -> list[str]:

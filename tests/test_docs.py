@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from importlib.util import find_spec
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
@@ -20,7 +20,7 @@ from counterpoint.cli.main import app
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
-MOST_WORDS = 10_818  # of all pages together, beside tables, code, quoted texts and the API
+MOST_WORDS = 10_824  # of all pages together, beside tables, code, quoted texts and the API
 LEAST = 14  # letters by which one finds a text
 SRC = [path for path in sorted((ROOT / "src").rglob("*.py")) if path.parent.name != "cli"]
 GENERATED = r"<!-- ([\w-]+):start -->.*?<!-- \1:end -->"
@@ -81,6 +81,9 @@ def test_the_api_has_every_public_name():
     assert names("resources.md") == resources.__all__
     assert names("scale.md") == scale.__all__
     assert set(names("device.md")) >= set(device.__all__)
+    adapters = (DOCS / "api" / "frameworks.md").read_text()
+    for name in ("transformers", "torchtitan", "torchtitan_experts", "vllm"):
+        assert f"::: counterpoint.adapters.{name}\n" in adapters
 
 
 def said(node: ast.AST) -> list[str]:
@@ -133,6 +136,45 @@ def test_every_text_of_the_page_is_one_of_an_error():
     assert not wrong
 
 
+def tables(html: str) -> list[str]:
+    return re.findall(r"<table>.*?</table>", html, re.DOTALL)
+
+
+def columns(table: str) -> tuple[list[str], list[str]]:
+    """Heads of the columns that are seen at 1,280 pixels, and of those at 390."""
+    heads = re.findall(r"<th([^>]*)>(.*?)</th>", table, re.DOTALL)
+    wide = [(kind, re.sub("<[^>]+>", "", head)) for kind, head in heads if "more" not in kind]
+    return [head for _, head in wide], [head for kind, head in wide if "mid" not in kind]
+
+
+def test_a_group_of_the_site_has_few_pages():
+    """On wide screens a group is a tab, and the sidebar has its pages."""
+    text = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
+    groups = [
+        re.findall(r"^      - ", group, re.M) for group in re.split(r"^  - ", text, flags=re.M)
+    ]
+    assert "navigation.tabs" in (ROOT / "mkdocs.yml").read_text()
+    assert 5 < len(groups) - 1 <= 8 and max(map(len, groups)) <= 20
+    assert len(re.findall(r"\.md$", text, re.M)) == len(PAGES) - 1
+
+
+@pytest.mark.skipif(find_spec("mkdocs") is None, reason="needs the extra `docs`: `make docs`")
+def test_of_a_wide_table_the_columns_that_matter_are_seen():
+    spec = spec_from_file_location("docs_hooks", ROOT / ".ci" / "docs_hooks.py")
+    assert spec is not None and spec.loader is not None
+    hooks = module_from_spec(spec)
+    spec.loader.exec_module(hooks)
+    heads = ["op", "M, N, K", "matmul", "NCCL", "serial", "torch", "<strong>auto</strong>", "plan",
+             "serial / auto", "torch / auto", "hidden"]  # fmt: skip
+    row = "".join(f"<th>{head}</th>" for head in heads)
+    html = hooks.fitted(f"<table><thead><tr>{row}</tr></thead></table>")
+    wide, few = columns(html)
+    assert wide == ["op", "M, N, K", "serial", "auto", "serial / auto", "torch / auto"]
+    assert few == ["op", "M, N, K", "serial / auto"] and "all 11 columns" in html
+    long = re.search("<code>(.*)</code>", "<code>cp.nn.gather_once(x, --rows)</code>")
+    assert hooks.broken(long) == "<code>cp.<wbr>nn.<wbr>gather_<wbr>once(x, --rows)</code>"
+
+
 @pytest.mark.skipif(find_spec("mkdocs") is None, reason="needs the extra `docs`: `make docs`")
 def test_the_site_builds_without_a_warning_and_fetches_nothing(tmp_path: Path):
     done = subprocess.run(
@@ -146,6 +188,13 @@ def test_the_site_builds_without_a_warning_and_fetches_nothing(tmp_path: Path):
     for page in pages:
         loaded = ["".join(each) for each in re.findall(loads, page.read_text())]
         assert loaded and not [each for each in loaded if ":" in each or each.startswith("//")]
+    shown = [columns(table) for page in pages for table in tables(page.read_text())]
+    assert len(shown) > 100 and {"auto", "speedup"} <= {head for wide, _ in shown for head in wide}
+    assert max(len(wide) for wide, _ in shown) == 6 and max(len(few) for _, few in shown) == 3
+    readme = (ROOT / "README.md").read_text()
+    front = (tmp_path / "index.html").read_text()
+    for said in (*re.findall(r"\d\.\d\dx", readme), "init_process_group", "pip install"):
+        assert said in front
     styles = "".join(page.read_text() for page in tmp_path.rglob("*.css"))
     assert not re.findall(r"url\(['\"]?(?:https?:|//)|@import", styles)
 

@@ -17,9 +17,9 @@ ROOT = Path(__file__).parent.parent
 HOUSE = ROOT / "src" / "counterpoint"
 # lines of code of each folder, as they are: a change that needs more says why, and edits this table
 CODE = {
-    ".": 1628, "adapters": 2372, "advice": 1381, "choose": 629, "cli": 2340, "fsdp": 1882,
-    "kernels": 2767, "measure": 2094, "model": 667, "nn": 996, "ops": 7034, "plan": 5577,
-    "resources": 1413, "runtime": 6743, "scale": 3018, "testing": 344,
+    ".": 1674, "adapters": 2374, "advice": 1373, "choose": 629, "cli": 2364, "fsdp": 1882,
+    "kernels": 2767, "measure": 2096, "model": 667, "nn": 998, "ops": 7034, "plan": 5577,
+    "resources": 1415, "runtime": 6743, "scale": 3018, "testing": 346,
 }  # fmt: skip
 CODE_OF_BENCHMARKS = 12916
 SLACK = 30  # lines by which a folder may be smaller than its ceiling before that is lowered

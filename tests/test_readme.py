@@ -10,7 +10,7 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from counterpoint.versions import rows, untried
+from counterpoint.versions import rows, summaries, untried
 
 ROOT = Path(__file__).parent.parent
 
@@ -64,6 +64,7 @@ def test_the_notebook_prints_what_is_committed():
 def test_the_versions_in_the_docs_are_those_that_doctor_knows():
     page = (ROOT / "docs" / "versions.md").read_text()
     assert "\n".join(["", *rows(), ""]) in page
+    assert "\n".join(["", *summaries(), ""]) in page
     pins = dict(
         line.split("==")
         for line in (ROOT / "constraints.txt").read_text().split("\n")

@@ -9,6 +9,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from counterpoint.lazy import needing
 from counterpoint.operators import declare_with_torch
 
 if TYPE_CHECKING:
@@ -173,7 +174,8 @@ __all__ = [
 
 
 def _load(name: str) -> object:
-    return getattr(import_module(f"counterpoint.{_HOME[name]}"), name)
+    with needing(name):
+        return getattr(import_module(f"counterpoint.{_HOME[name]}"), name)
 
 
 def __getattr__(name: str) -> object:

@@ -21,22 +21,25 @@ Which release pairs with which acquire:
 Importing this module imports torch and triton. Set TRITON_INTERPRET=1 before that on CPU ranks.
 """  # noqa: E501 (a row of a table is a line)
 
-from counterpoint.kernels.peer import (
-    EMPTY,
-    barrier,
-    end_of_call,
-    is_last,
-    next_epoch,
-    pack,
-    peer_ptr,
-    post,
-    put,
-    put_words,
-    take_words,
-    unpack,
-    wait,
-)
-from counterpoint.runtime.peer_kernel import PeerKernel
+from counterpoint.lazy import needing
+
+with needing("counterpoint.device"):
+    from counterpoint.kernels.peer import (
+        EMPTY,
+        barrier,
+        end_of_call,
+        is_last,
+        next_epoch,
+        pack,
+        peer_ptr,
+        post,
+        put,
+        put_words,
+        take_words,
+        unpack,
+        wait,
+    )
+    from counterpoint.runtime.peer_kernel import PeerKernel
 
 __all__ = [
     "EMPTY",

@@ -8,6 +8,11 @@ from typing import NamedTuple
 
 NAMES = ("torch", "triton", "numpy", "python")
 PLACES = ("CPU ranks", "GPUs")  # by `on_gpus`
+# minor versions that the library may be used with, tried or not
+RANGES = {
+    "torch": ("2.11", "2.12", "2.13", "2.14", "2.15"),
+    "python": ("3.11", "3.12", "3.13", "3.14"),
+}
 
 
 class Tried(NamedTuple):
@@ -23,14 +28,17 @@ class Tried(NamedTuple):
 
 
 SUBSET = "operators, layers and kernels on CPU ranks, `torch.compile`, PTX; the wheel"
+PART = "only FSDP2 and operators; no kernel compiled"
 
 TRIED = (
     Tried("2.11.0+cu130", "3.6.0", "2.5.2", "3.12.3", True, "all tests of GPUs; all tables",
           "2026-11-22"),
     Tried("2.11.0+cu130", "3.6.0", "2.4.6", "3.11.7", False, SUBSET, "2026-11-23"),
+    Tried("2.12.1+cu130", "3.7.1", "2.5.5", "3.12.1", False, PART, "2026-11-29"),
     Tried("2.13.0+cpu", "3.6.0", "2.3.5", "3.11.7", False, "all tests without GPUs; the wheel",
           "2026-11-23"),
     Tried("2.13.0+cpu", "3.9.0", "2.4.6", "3.11.7", False, SUBSET, "2026-11-23"),
+    Tried("2.14.1+cu130", "3.8.0", "2.5.5", "3.13.0", False, PART, "2026-11-29"),
     Tried("2.15.0+cu132", "3.9.0", "2.4.6", "3.11.7", False, SUBSET, "2026-11-23"),
 )  # fmt: skip
 
@@ -53,6 +61,17 @@ def untried(versions: Mapping[str, str | None], *, on_gpus: bool) -> str:
     )
 
 
+def passed() -> dict[str, dict[str, str]]:
+    """By torch and python, then minor version: when tests last passed, or "not tried"."""
+
+    def last(name: str, minor: str) -> str:
+        some = [tried for tried in TRIED if _alike(getattr(tried, name), minor)]
+        full = [tried.date for tried in some if tried.ran != PART]
+        return max(full or [f"{tried.date} in part" for tried in some], default="not tried")
+
+    return {name: {m: last(name, m) for m in minors} for name, minors in RANGES.items()}
+
+
 def _alike(one: str, other: str) -> bool:
     return one.split(".")[:2] == other.split(".")[:2]
 
@@ -69,3 +88,11 @@ def rows() -> list[str]:
         for t in TRIED
     ]
     return head + [f"| {' | '.join(line)} |" for line in cells]
+
+
+def summaries() -> list[str]:
+    """A line each for torch and Python, in docs/versions.md and of `counterpoint doctor`."""
+    return [
+        f"{name} tests passed: {', '.join(f'{minor} {date}' for minor, date in found.items())}"
+        for name, found in passed().items()
+    ]

@@ -290,7 +290,10 @@ def test_doctor_says_what_plans_are_chosen_by(monkeypatch: pytest.MonkeyPatch, t
 
 
 LONE_GPU = {
-    "gpus": [{}], "versions": {"CUDA": "13.0", "cuda-bindings": None, "triton": None},
+    "gpus": [{}],
+    "versions": {"CUDA": "13.0"} | dict.fromkeys(
+        ("cuda-bindings", "triton", "numpy", "matplotlib")
+    ),
     "symmetric_memory": "torch 2.0 has none; install torch >= 2.11", "peer_access": [[True]],
     "cpu_ranks": "no memfd; use Linux",
 }  # fmt: skip
@@ -298,13 +301,14 @@ TWO_GPUS = LONE_GPU | {"gpus": [{}, {}], "peer_access": [[True, False], [False, 
 OTHER_CUDA = LONE_GPU | {"versions": LONE_GPU["versions"] | {
     "CUDA": "12.9", "cuda-bindings": "13.1.0"}}  # fmt: skip
 NO_GPUS = LONE_GPU | {"gpus": [], "peer_access": []}
+CPU_TORCH = NO_GPUS | {"versions": LONE_GPU["versions"] | {"CUDA": None}}
 
 
 @pytest.mark.parametrize(
     ("facts", "what", "remedy"),
     [
         (NO_GPUS, "GPUs", "no NVIDIA GPU found; install its driver"),
-        (NO_GPUS | {"versions": {"CUDA": None, "triton": "3.6"}}, "GPUs", "install a CUDA build"),
+        (CPU_TORCH, "GPUs", "install a CUDA build"),
         (LONE_GPU, "a second GPU", "take a node with two or more"),
         (TWO_GPUS, "peer access", "take those that `nvidia-smi topo -p2p n` shows as OK"),
         (LONE_GPU, "symmetric memory", "install torch >= 2.11"),
@@ -314,7 +318,8 @@ NO_GPUS = LONE_GPU | {"gpus": [], "peer_access": []}
             "cuda-bindings",
             "torch is of CUDA 12.9, cuda-bindings of 13.1.0; pip install 'cuda-bindings==12.*'",
         ),
-        (LONE_GPU, "triton", "pip install 'triton>=3.6'"),
+        (LONE_GPU, "triton", "pip install 'numpy>=1.26' 'torch>=2.11' 'triton>=3.6'"),
+        (LONE_GPU, "pictures", "pip install 'matplotlib>=3.9'"),
         (NO_GPUS, "CPU ranks", "use Linux"),
     ],
 )

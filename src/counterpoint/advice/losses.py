@@ -10,10 +10,9 @@ from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import isnan, nan
 from statistics import median
 from typing import NamedTuple
-
-import numpy as np
 
 from counterpoint.advice.cover import Cover
 from counterpoint.advice.kinds import (
@@ -215,7 +214,7 @@ def losses_of(trace: Trace, step: Range, late: Late, base: Bases) -> Losses:
     computes, communicates = cover(COMPUTATION), cover(COMMUNICATION)
     both, packs = cover(COMPUTATION, COMMUNICATION), cover(COMPUTATION, COMMUNICATION, PACKING)
     computation_s, both_s, packs_s = (
-        float(each.within(start_s, end_s)) for each in (computes, both, packs)
+        each.within(start_s, end_s) for each in (computes, both, packs)
     )
     rows = _collectives(inside, step, late, computes, of[COMPUTATION])
     late_s = sum(each.late_s or 0.0 for each in rows)
@@ -225,7 +224,7 @@ def losses_of(trace: Trace, step: Range, late: Late, base: Bases) -> Losses:
         exposed_s=max(0.0, both_s - computation_s - late_s), late_s=late_s,
         packing_s=packs_s - both_s,
         idle_s=_idle(trace, cover(*range(4)), packs_s, start_s, end_s),
-        packed_s=float(cover(PACKING).within(start_s, end_s)), slowed_s=slowed_s,
+        packed_s=cover(PACKING).within(start_s, end_s), slowed_s=slowed_s,
         beside_s=beside_s, compared_s=compared_s, collectives=rows,
     )  # fmt: skip
 
@@ -243,8 +242,7 @@ def _compared(activities: Iterable[tuple[int, Activity]]) -> list[tuple[int, Act
 
 def _shares(activities: Sequence[tuple[int, Activity]], covered: Cover) -> list[float]:
     """Which share of each is covered."""
-    times = np.array([*_spans(each for _, each in activities)]).reshape(-1, 2)
-    return (covered.within(times[:, 0], times[:, 1]) / (times[:, 1] - times[:, 0])).tolist()
+    return [covered.within(each.start_s, each.end_s) / _lasts(each) for _, each in activities]
 
 
 def _slowed(
@@ -269,20 +267,19 @@ def _idle(
     trace: Trace, runs: Cover, busy_s: float, start_s: float, end_s: float
 ) -> dict[str, float]:
     """Idle seconds by cause. What begins after a gap says why the gap was there."""
-    gaps = np.array(runs.gaps(start_s, end_s)).reshape(-1, 2)
-    begin_s, stop_s = gaps[:, 0], gaps[:, 1]
-    launched_s = np.r_[trace.launched_s, np.nan][np.searchsorted(trace.starts_s, stop_s)]
-    is_known = ~np.isnan(launched_s)
-    asked_s = np.where(is_known, np.clip(launched_s, begin_s, stop_s), begin_s)
-    data_s = trace.loads.within(begin_s, asked_s)
-    waited_s = np.minimum(trace.blocks.within(begin_s, asked_s), asked_s - begin_s - data_s)
-    found = {
-        "launching": asked_s - begin_s - data_s - waited_s, "data": data_s,
-        "synchronizing": waited_s, "dependencies": (stop_s - asked_s) * is_known,
-        "unknown": (stop_s - asked_s) * ~is_known,
-        "host copies": float(runs.within(start_s, end_s)) - busy_s,
-    }  # fmt: skip
-    return {cause: float(np.sum(found[cause])) for cause in CAUSES}
+    found: dict[str, float] = dict.fromkeys(CAUSES, 0.0)
+    for begin_s, stop_s in runs.gaps(start_s, end_s):
+        place = bisect_left(trace.starts_s, stop_s)
+        launched_s = trace.activities[place].launched_s if place < len(trace.starts_s) else nan
+        asked_s = begin_s if isnan(launched_s) else min(max(launched_s, begin_s), stop_s)
+        data_s = trace.loads.within(begin_s, asked_s)
+        waited_s = min(trace.blocks.within(begin_s, asked_s), asked_s - begin_s - data_s)
+        found["launching"] += asked_s - begin_s - data_s - waited_s
+        found["data"] += data_s
+        found["synchronizing"] += waited_s
+        found["unknown" if isnan(launched_s) else "dependencies"] += stop_s - asked_s
+    found["host copies"] = runs.within(start_s, end_s) - busy_s
+    return found
 
 
 class _Tally:
@@ -327,10 +324,10 @@ def _collectives(
         waited_s = late.get(i, 0.0)
         tally.is_known |= i in late
         if end_s > start_s:
-            tally.exposed_s += end_s - start_s - float(computes.within(start_s, end_s))
+            tally.exposed_s += end_s - start_s - computes.within(start_s, end_s)
             until_s = min(each.start_s + waited_s, end_s)
             if until_s > start_s:
-                tally.late_s += until_s - start_s - float(computes.within(start_s, until_s))
+                tally.late_s += until_s - start_s - computes.within(start_s, until_s)
         if each.start_s >= step.start_s:
             tally.calls += 1
             tally.time_s += _lasts(each)

@@ -1,17 +1,16 @@
 """One rank's trace: what its GPU ran, when the host asked for it, and which steps there are."""
 
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from counterpoint.advice.cover import Cover, Times
+from counterpoint.advice.cover import Cover
 from counterpoint.advice.events import Event, read_events
 from counterpoint.advice.kinds import (
     COMMUNICATION,
@@ -112,14 +111,9 @@ class Trace:
     others: int
 
     @cached_property
-    def starts_s(self) -> Times:
+    def starts_s(self) -> list[float]:
         """When each activity began, in ascending order."""
-        return np.array([each.start_s for each in self.activities])
-
-    @cached_property
-    def launched_s(self) -> Times:
-        """When the host had asked for each."""
-        return np.array([each.launched_s for each in self.activities])
+        return [each.start_s for each in self.activities]
 
     @cached_property
     def loads(self) -> Cover:
@@ -132,13 +126,13 @@ class Trace:
         return Cover((each.start_s, each.end_s) for each in self.blocked)
 
     @cached_property
-    def _reach_s(self) -> Times:
-        return np.maximum.accumulate([each.end_s for each in self.activities])
+    def _reach_s(self) -> list[float]:
+        return [*accumulate((each.end_s for each in self.activities), max)]
 
     def within(self, step: Range) -> list[tuple[int, Activity]]:
         """What ran in a step, in part or whole, and its place among all."""
-        first = int(np.searchsorted(self._reach_s, step.start_s, side="right"))
-        last = int(np.searchsorted(self.starts_s, step.end_s))
+        first = bisect_right(self._reach_s, step.start_s)
+        last = bisect_left(self.starts_s, step.end_s)
         found = enumerate(self.activities[first:last], first)
         return [(i, each) for i, each in found if each.end_s > step.start_s]
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import counterpoint
 from counterpoint.errors import InputError
+from counterpoint.lazy import need
 
 
 def benchmarks() -> Path | None:
@@ -24,6 +25,7 @@ def run(command: str, arguments: Sequence[str]) -> int:
         want, got = "a checkout of counterpoint, with benchmarks/", "an installed package"
         fix = "clone the repository, and there `pip install -e '.[cuda]'`"
         raise InputError(command, "this installation", want=want, got=got, fix=fix)
+    need("torch")
     paths = [str(root / "src"), str(root), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     command_line = [sys.executable, "-m", "benchmarks", command, *arguments]

@@ -7,21 +7,22 @@ import json
 import os
 import platform
 import subprocess
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
 from counterpoint import __version__
 from counterpoint.choose.known import cache_folder, load
 from counterpoint.errors import CounterpointError
-from counterpoint.measure import record
-from counterpoint.runtime import driver, symmetric_cuda
-from counterpoint.versions import untried
+from counterpoint.lazy import INSTALLED_BY
+from counterpoint.versions import passed, summaries, untried
 
-PACKAGES = ("torch", "triton", "numpy", "cuda-bindings")
+torch: Any = import_module("torch") if find_spec("torch") else None  # a light install has none
+PACKAGES = ("torch", "triton", "numpy", "matplotlib", "cuda-bindings")
 NO_GPU = (
     "no NVIDIA GPU found; install its driver, or give this container its GPUs "
     "(docker run --gpus all), or unset CUDA_VISIBLE_DEVICES"
@@ -51,8 +52,8 @@ def doctor(*, as_json: bool) -> int:
 
 def collect() -> dict[str, Any]:
     """Facts of this machine; each is there on every machine, empty where it has no meaning."""
-    environment = record.environment()
-    gpus = [_gpu(i) for i in range(torch.cuda.device_count())]
+    environment = _environment() if torch else {}
+    gpus = [_gpu(i) for i in range(torch.cuda.device_count())] if torch else []
     facts: dict[str, Any] = {
         "gpus": gpus,
         "driver": environment.get("driver", ""),
@@ -67,12 +68,21 @@ def collect() -> dict[str, Any]:
         "known": _known(gpus),
         "environment": {name: os.environ.get(name) for name in VARIABLES},
     }  # fmt: skip
+    facts["passed"] = passed()
     facts["untried"] = untried(facts["versions"], on_gpus=bool(gpus))
     return facts | {"missing": _missing(facts)}
 
 
+def _environment() -> dict[str, Any]:
+    from counterpoint.measure import record
+
+    return record.environment()
+
+
 def _gpu(index: int) -> dict[str, Any]:
-    properties: Any = torch.cuda.get_device_properties(index)  # torch leaves it without types
+    from counterpoint.runtime import driver
+
+    properties = torch.cuda.get_device_properties(index)
     try:
         engines = driver.num_copy_engines(index)
     except CounterpointError:
@@ -112,13 +122,15 @@ def _versions(environment: dict[str, Any]) -> dict[str, str | None]:
             found[name] = version(name)
         except PackageNotFoundError:
             found[name] = None
-    found["CUDA"] = torch.version.cuda
+    found["CUDA"] = torch.version.cuda if torch else None
     found["NCCL"] = environment.get("nccl")
     return found
 
 
 def _symmetric_memory() -> str:
     """Why torch's symmetric memory is not to be had, or "yes" if it is."""
+    from counterpoint.runtime import symmetric_cuda
+
     try:
         symmetric_cuda.torch_symmetric_memory()
     except CounterpointError as error:
@@ -145,7 +157,9 @@ def _missing(facts: dict[str, Any]) -> dict[str, str]:
     """What is missing -> how to get it."""
     missing: dict[str, str] = {}
     gpus, versions = facts["gpus"], facts["versions"]
-    if not gpus:
+    if torch is None:
+        missing["torch"] = f"{INSTALLED_BY['torch']}; plan, scale, advise and doctor need none"
+    elif not gpus:
         why = no_gpu(versions["CUDA"])
         missing["GPUs"] = f"{why}. CPU ranks run every plan, to check it and not to be fast"
     elif len(gpus) == 1:
@@ -162,8 +176,10 @@ def _missing(facts: dict[str, Any]) -> dict[str, str]:
         )
     if gpus and (fix := _cuda_bindings(str(versions["CUDA"]), versions["cuda-bindings"])):
         missing["cuda-bindings"] = fix
-    if versions["triton"] is None:
-        missing["triton"] = "pip install 'triton>=3.6'"
+    if torch is not None:
+        missing |= {p: INSTALLED_BY[p] for p in ("triton", "numpy") if versions[p] is None}
+    if versions["matplotlib"] is None:
+        missing["pictures"] = INSTALLED_BY["matplotlib"]
     if facts["cpu_ranks"] != "yes":
         missing["CPU ranks"] = facts["cpu_ranks"]
     return missing
@@ -215,10 +231,12 @@ def _print(console: Console, facts: dict[str, Any]) -> None:
     if facts["topology"]:
         console.print("links (nvidia-smi topo -m)", style="bold")
         console.print(facts["topology"], markup=False, highlight=False, soft_wrap=True)
+    for line in summaries():
+        console.print(line, soft_wrap=True)
     if facts["untried"]:
         console.print(f"[yellow]untried:[/] {facts['untried']}")
     for what, fix in facts["missing"].items():
-        console.print(f"[yellow]missing:[/] {what}: {fix}")
+        console.print(f"[yellow]missing:[/] {what}: {fix}", soft_wrap=True)
     if not facts["missing"]:
         console.print("[green]nothing is missing[/]")
 

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from counterpoint.errors import InputError
+from counterpoint.lazy import need
+from counterpoint.measure.canvas import SUFFIXES as PICTURES
 
 WORDS: dict[type[OSError], str] = {
     FileNotFoundError: "no such file",
@@ -51,6 +53,7 @@ def check_written(
 
     Raises:
         InputError: of another suffix, in a folder that is not there, or not to be written.
+        UnsupportedError: it is a picture, and matplotlib is not installed.
     """
     if path is None:
         return
@@ -60,6 +63,8 @@ def check_written(
     if path.is_dir():
         raise InputError(command, option, want="a file", got=f"{path}: a folder")
     _check_place(command, option, path)
+    if path.suffix in PICTURES:
+        need("matplotlib")
 
 
 def check_made(command: str, option: str, folder: Path) -> None:

@@ -20,6 +20,7 @@ from counterpoint.cli.plan import plan
 from counterpoint.cli.scale import scale
 from counterpoint.cli.usage import REFUSED, meant, told
 from counterpoint.errors import InputError
+from counterpoint.lazy import need
 from counterpoint.problem import DType
 
 
@@ -100,6 +101,8 @@ def demo(
     ```
     """
     check_made("demo", "--out", out)
+    need("torch")
+    need("matplotlib")
     typer.echo("counterpoint demo: communication hidden behind computation. Loading PyTorch ...")
     sys.stdout.flush()
     with loading():

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from counterpoint.errors import InputError
+from counterpoint.lazy import need
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -86,10 +87,12 @@ def themed(theme: Theme) -> Generator[Theme]:
 
 
 def checked(op: str, path: str | Path) -> Path:
+    """The path of a picture; refused with another suffix, or where nothing draws."""
     path = Path(path)
     if path.suffix not in SUFFIXES:
         want = f"a file name that ends in {', '.join(SUFFIXES)}"
         raise InputError(op, "path", want=want, got=str(path))
+    need("matplotlib", op)
     return path
 
 

@@ -1,17 +1,20 @@
 """Layers for torch models over several ranks, with overlapped communication."""
 
-from counterpoint.nn.embedding import ShardedEmbeddingBags
-from counterpoint.nn.experts import ExpertParallelMLP
-from counterpoint.nn.fully_sharded import FullyShardedLinear
-from counterpoint.nn.linear import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    gather_gated,
-    gather_once,
-    to_fp8,
-)
-from counterpoint.nn.replicated import copy_to_group
-from counterpoint.ops.embedding_updates import SGD, RowWiseAdagrad
+from counterpoint.lazy import needing
+
+with needing("counterpoint.nn"):
+    from counterpoint.nn.embedding import ShardedEmbeddingBags
+    from counterpoint.nn.experts import ExpertParallelMLP
+    from counterpoint.nn.fully_sharded import FullyShardedLinear
+    from counterpoint.nn.linear import (
+        ColumnParallelLinear,
+        RowParallelLinear,
+        gather_gated,
+        gather_once,
+        to_fp8,
+    )
+    from counterpoint.nn.replicated import copy_to_group
+    from counterpoint.ops.embedding_updates import SGD, RowWiseAdagrad
 
 __all__ = [  # noqa: RUF022  (as sorted() has them)
     "ColumnParallelLinear",

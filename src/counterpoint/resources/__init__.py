@@ -12,6 +12,8 @@ print(tuned.explain())
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from counterpoint.lazy import needing
+
 if TYPE_CHECKING:
     from counterpoint.measure.tune_resources import Tuned, tune
     from counterpoint.resources.controls import Controls
@@ -53,7 +55,8 @@ __all__ = [
 
 def __getattr__(name: str) -> object:
     if name in _HOME:
-        found = globals()[name] = getattr(import_module(f"counterpoint.{_HOME[name]}"), name)
+        with needing(f"resources.{name}"):
+            found = globals()[name] = getattr(import_module(f"counterpoint.{_HOME[name]}"), name)
         return found
     raise AttributeError(f"module 'counterpoint.resources' has no attribute {name!r}")
 

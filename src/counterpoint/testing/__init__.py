@@ -8,3 +8,7 @@
 
 Interleaving needs greenlet: `pip install greenlet`.
 """
+
+from counterpoint.lazy import need
+
+need("triton", "counterpoint.testing")
