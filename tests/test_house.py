@@ -18,17 +18,17 @@ HOUSE = ROOT / "src" / "counterpoint"
 # lines of code of each folder, as they are: a change that needs more says why, and edits this table
 CODE = {
     ".": 1610, "adapters": 2370, "advice": 1376, "choose": 557, "cli": 2242, "fsdp": 1888,
-    "kernels": 2767, "measure": 2012, "model": 667, "nn": 996, "ops": 6975, "plan": 5577,
-    "resources": 1413, "runtime": 6835, "scale": 2598, "testing": 348,
+    "kernels": 2767, "measure": 2012, "model": 667, "nn": 996, "ops": 7156, "plan": 5577,
+    "resources": 1413, "runtime": 6837, "scale": 2598, "testing": 348,
 }  # fmt: skip
 CODE_OF_BENCHMARKS = 12726
 SLACK = 30  # lines by which a folder may be smaller than its ceiling before that is lowered
 MOST_FILES, MOST_LINES = 20, 400  # of a folder, and of a file
 # what is above: as it is, until it falls
-FILES = {"adapters": 24, "cli": 22, "kernels": 24, "ops": 53, "plan": 56, "runtime": 61,
+FILES = {"adapters": 24, "cli": 22, "kernels": 24, "ops": 54, "plan": 56, "runtime": 61,
          "scale": 24}  # fmt: skip
 LONG = {
-    "runtime/notice_board.py": 876, "ops/all_gather_matmul.py": 564,
+    "runtime/notice_board.py": 876, "ops/all_gather_matmul.py": 562,
     "ops/call.py": 594, "fsdp/torch_parts.py": 617, "runtime/workspace.py": 507,
     "runtime/ranks.py": 494, "nn/linear.py": 441, "measure/draw.py": 415,
 }  # fmt: skip

@@ -63,8 +63,8 @@ class Bounded(NamedTuple):
         Raises:
             InputError: one of them stands for nothing.
         """
-        ranks = (numbers >> RANK_AT) % RANKS - FIRST_RANK
-        offsets = numbers % BYTES - FIRST_BYTE
+        ranks = ((numbers >> RANK_AT) & (RANKS - 1)) - FIRST_RANK
+        offsets = (numbers & (BYTES - 1)) - FIRST_BYTE
         places = (offsets + self.apart // 2) // self.apart
         at = offsets - places * self.apart
         there = (ranks >= 0) & (ranks < len(self.starts))
@@ -159,10 +159,12 @@ def resolved(ptrs: Any, mask: Any, access: str) -> Any:
     if mask is not None:
         bounded &= mask.data.astype(bool)
     width = max(ptrs.get_element_ty().primitive_bitwidth // 8, 1)
-    for memory in np.unique(numbers[bounded] >> MEMORY_AT):
+    while bounded.any():
+        memory = numbers[bounded][0] >> MEMORY_AT
         here = bounded & (numbers >> MEMORY_AT == memory)
         known = _memories[int(memory) % MEMORIES]
         numbers[here] = known.addresses(numbers[here], width, access)
+        bounded &= ~here
     return INTERPRETER.TensorHandle(numbers.astype(ptrs.data.dtype), ptrs.dtype)
 
 
