@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate
 from torch.func import functional_call, grad, jvp, vjp, vmap
 from torch.nn.utils import parametrizations
 from torch.utils.flop_counter import (
@@ -188,14 +189,19 @@ def test_layers_in_fully_shard(rank: int, ranks: int):
 
 
 @on_ranks(2)
-def test_dtensors_are_told(rank: int, ranks: int):
-    mesh = init_device_mesh("cpu", (ranks,))
-    for name, (call, given) in bare().items():
-        first = DTensor.from_local(given[0], mesh, [Shard(0)])
-        with pytest.raises(cp.InputError, match=r"must be a Tensor of this rank, got a DTensor"):
-            call(first, *given[1:])
-        local: Any = call(first.to_local(), *given[1:])
+def test_dtensors_are_told(rank: int, ranks: int) -> list[str]:
+    """Each argument by itself; those that are taken: test_dtensors.py."""
+    mesh, wrong = init_device_mesh("cpu", (ranks,)), list[str]()
+    for name, (call, given) in {**bare(), **layers()}.items():
+        for i, t in enumerate(given):
+            first = [*given[:i], DTensor.from_local(t, mesh, [Replicate()]), *given[i + 1 :]]
+            with pytest.raises(cp.InputError) as info:
+                call(*first)
+            if not re.search(r"got a DTensor of \[Replicate|must be a DTensor as", str(info.value)):
+                wrong.append(f"{name}, argument {i}: {info.value}")
+        local: Any = call(*given)
         assert isinstance(local, Tensor), name
+    return wrong
 
 
 @on_ranks(1)

@@ -34,6 +34,7 @@ from counterpoint.ops.check import (
     check_tensors,
     is_last,
 )
+from counterpoint.ops.placements import Distributed, placed
 from counterpoint.ops.plans import plan_key
 from counterpoint.ops.register import register
 from counterpoint.ops.scaled import NO_SCALES, Scaled
@@ -80,14 +81,12 @@ def all_gather_matmul(
     Differentiable: x and w are saved, and x is gathered again beside the gradient's matmuls.
 
     Args:
-        x: bf16, fp16 or fp32 [rows of this rank, ..., K], on CPU or CUDA; the dims between are
-            those of a 3-D activation. Where it is not contiguous it is copied first. Or fp8
-            numbers with scales, as w then: see `Scaled`.
+        x: bf16, fp16 or fp32 [rows of this rank, ..., K], on CPU or CUDA; copied first where it is
+            not contiguous. Or fp8 numbers with scales, as w then: see `Scaled`.
         w: dtype of x, [K, N] of any strides; pass `weight.t()` of a torch.nn.Linear. Or several
             of them, of one K: x is gathered once for all.
-        group: whose ranks take part, all with the same arguments; the default group if None. CPU
-            tensors take a gloo group, CUDA tensors an NCCL group. Its ranks may be on several
-            islands, such as hosts.
+        group: whose ranks take part, all with the same arguments, also on several islands, such as
+            hosts; the default group if None. CPU tensors take a gloo group, CUDA tensors NCCL.
         bias: dtype of x, or bf16 with `Scaled`, [N], added once; not with several weights.
         plan: "auto", a family ("serial", "direct", "shard_p2p", "graded", or one finer than shards
             such as "uniform_fused_1d"), a spec such as "graded 1/1/2 ring", a Plan, which is
@@ -101,9 +100,8 @@ def all_gather_matmul(
             one of `all_gather_matmul_wgrad`, which then computes it.
         activation: of y: "relu", "silu", "gelu", or "gelu_tanh", its approximation by tanh. Or of
             w = (gate, up), two of one shape, y = activation(gather(x) gate) * (gather(x) up):
-            "silu_mul", "gelu_tanh_mul", "gelu_mul", "relu_mul". In fp32, of products that are
-            rounded as without it. For a gradient they are saved, [M, N] of each weight, as without
-            it; the activation is then a kernel behind them. With `Scaled` it is one, too.
+            "silu_mul", "gelu_tanh_mul", "gelu_mul", "relu_mul". In fp32, of products rounded as
+            without it. A gradient saves them; it is a kernel behind them then, and with `Scaled`.
 
     Returns:
         dtype of x, or bf16 with `Scaled`, [sum of rows, ..., N], a new tensor; of several weights,
@@ -123,9 +121,12 @@ def all_gather_matmul(
         if activation is not None:
             return _activated(x, w, bias, activation, group, plan, rows, (gather_dim, 0))
         return plain(x, w, bias, group, plan, rows, gather_dim)
+    except Distributed:
+        pass
     except BaseException as error:
         left(OP, error, group, x)
         raise
+    return placed(OP, all_gather_matmul, x, w, bias, group, plan, rows, gather_dim, activation)
 
 
 def plain(
@@ -227,16 +228,13 @@ def _activated(
     except CounterpointError as error:
         raise refused(error, group, x.data if isinstance(x, Scaled) else x) from None
     grad = torch.is_grad_enabled() and any(getattr(t, "requires_grad", False) for t in given)
-    plain = scales[0] is not None or not (grad or (gather_dim and is_last(gather_dim, x)))
-    if plain:
+    if scales[0] is not None or not (grad or (gather_dim and is_last(gather_dim, x))):
         operands = x, weights, bias, scales
         key = None if grad else key
         return _activated_anew(operands, activation, group, plan, rows, gather_dim, key, moved)
     # the products are results of their own, which a backward needs
     of: Any = weights[0] if len(weights) == 1 else weights
-    y: Any = all_gather_matmul(
-        x, of, group=group, bias=bias, plan=plan, rows=rows, gather_dim=gather_dim
-    )
+    y = plain(x, of, bias, group, plan, rows, gather_dim)
     return activations.activate(y if isinstance(y, list) else [y], activation)
 
 

@@ -1,7 +1,7 @@
 """Sum over ranks, residual and norm: what stands behind each row-parallel layer of a decoder."""
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from counterpoint.ops.norms import (
     refuse_gradient,
     save,
 )
+from counterpoint.ops.placements import Distributed, placed
 from counterpoint.ops.plans import plan_key
 from counterpoint.ops.register import register
 from counterpoint.ops.samples import Sample, sample_by
@@ -121,7 +122,7 @@ def _summed(
         # what is of another kind is refused below, and may not be hashed
         good = type(eps) in (int, float) and isinstance(out_dtype, torch.dtype | None)
         settings = (kind, eps, out_dtype) if good else (None,)
-        found, key, group = call.repeated(OP, given, group, plan, settings=settings)
+        found, key, of = call.repeated(OP, given, group, plan, settings=settings)
         if found is not None:
             return tuple(found)
         x, residual, weight, bias, scale = given
@@ -132,15 +133,25 @@ def _summed(
             refuse_gradient(name, norm, x=x, residual=residual, weight=weight, bias=bias)
             spec = plan_key(OP, plan)
         except CounterpointError as error:
-            raise refused(error, group, x) from None
+            raise refused(error, of, x) from None
         if key is None:
-            return tuple(
-                torch.ops.counterpoint.all_reduce_norm(*given, *norm, spec, group.group_name)
-            )
-        return tuple(call.ran(operator_of(norm), given, spec, (), group, key))
+            return tuple(torch.ops.counterpoint.all_reduce_norm(*given, *norm, spec, of.group_name))
+        return tuple(call.ran(operator_of(norm), given, spec, (), of, key))
+    except Distributed:
+        pass
     except BaseException as error:
         left(name, error, group, given[0])
         raise
+
+    return placed(name, partial(_again, name, kind, eps, plan, out_dtype), *given, group)
+
+
+def _again(
+    name: str, kind: Kind, eps: float, plan: str | Path | Plan, out_dtype: torch.dtype | None, *,
+    group: dist.ProcessGroup, **own: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """`_summed` of this rank's parts, by name."""
+    return _summed(name, (*own.values(),), kind, eps, group, plan, out_dtype)  # type: ignore[arg-type]
 
 
 @cache

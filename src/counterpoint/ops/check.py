@@ -1,6 +1,5 @@
 """Arguments that operators share, refused before anything is launched."""
 
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ import torch
 from torch import Tensor
 
 from counterpoint.errors import InputError
+from counterpoint.ops.placements import is_distributed, meet
 from counterpoint.ops.register import refuse_vmap
 from counterpoint.plan.families import families
 from counterpoint.plan.steps import Plan
@@ -25,6 +25,7 @@ def check_dense(op: str, **tensors: object) -> None:
 
     Raises:
         InputError: names the argument.
+        Distributed: it is a DTensor, and the operator takes them.
         UnsupportedError: a transform of torch.func has made a batch of it.
     """
     for name, tensor in tensors.items():
@@ -33,14 +34,10 @@ def check_dense(op: str, **tensors: object) -> None:
         if tensor.layout != torch.strided or tensor.is_nested:
             got = "a nested one" if tensor.is_nested else tensor.layout
             raise InputError(op, name, want="a dense tensor", got=got)
-        if torch.compiler.is_compiling():
-            continue
-        if _batched(tensor):
+        if is_distributed(tensor):
+            meet(op, name, tensor)
+        if not torch.compiler.is_compiling() and _batched(tensor):
             refuse_vmap(op)
-        known = sys.modules.get("torch.distributed.tensor")  # else there are none
-        if known is not None and isinstance(tensor, known.DTensor):
-            want, fix = "a Tensor of this rank", "pass its own part, to_local()"
-            raise InputError(op, name, want=want, got="a DTensor", fix=fix)
 
 
 def check_place(op: str, **tensors: Tensor) -> None:

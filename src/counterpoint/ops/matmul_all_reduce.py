@@ -15,6 +15,7 @@ from counterpoint.ops import call, fused_sum, scaled
 from counterpoint.ops.agreement import Input, left, refused
 from counterpoint.ops.batch_invariant import add_bias
 from counterpoint.ops.call import Operator, Output, Tensors, present
+from counterpoint.ops.placements import Distributed, placed
 from counterpoint.ops.plans import plan_key
 from counterpoint.ops.register import once, register
 from counterpoint.ops.scaled import NO_SCALES, Scaled
@@ -69,13 +70,16 @@ def matmul_all_reduce(
         scales = NO_SCALES
         if isinstance(x, Scaled) or isinstance(w, Scaled):
             x, w, scales = scaled.apart(OP, x, w, group)
-        y, key, group = call.repeated(OP, (x, w, bias, *scales), group, plan)
+        y, key, of = call.repeated(OP, (x, w, bias, *scales), group, plan)
         if y is not None:
             return y
-        return anew(x, w, (bias, *scales), group, plan, key)
+        return anew(x, w, (bias, *scales), of, plan, key)
+    except Distributed:
+        pass
     except BaseException as error:
         left(OP, error, group, x)
         raise
+    return placed(OP, matmul_all_reduce, x, w, bias, group, plan)
 
 
 def anew(

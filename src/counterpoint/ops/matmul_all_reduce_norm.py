@@ -1,5 +1,6 @@
 """A norm behind a matmul_all_reduce: what a decoder layer needs next."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from counterpoint.ops.agreement import left, refused
 from counterpoint.ops.check import autocast
 from counterpoint.ops.matmul_all_reduce import OP, anew
 from counterpoint.ops.norms import FP8, Kind, Norm, check_like, norm_of, refuse_gradient
+from counterpoint.ops.placements import Distributed, placed
 from counterpoint.ops.scaled import NO_SCALES, Scaled
 
 
@@ -125,12 +127,24 @@ def _normed(
             raise refused(error, group, x) from None
         behind = _facts(norm, residual is not None, norm_bias is not None, scale is not None)
         tensors = x, w, bias, *scales
-        found, key, group = call.repeated(OP, tensors, group, plan, settings=(behind,))
-        y = found[0] if found else anew(x, w, tensors[2:], group, plan, key, behind)
+        found, key, of = call.repeated(OP, tensors, group, plan, settings=(behind,))
+        y = found[0] if found else anew(x, w, tensors[2:], of, plan, key, behind)
         return tuple(torch.ops.counterpoint.add_norm(y, residual, weight, norm_bias, scale, *norm))
+    except Distributed:
+        pass
     except BaseException as error:
         left(op, error, group, given[0])
         raise
+
+    return placed(op, partial(_again, op, settings[:-1], plan), *given, settings[-1], group)
+
+
+def _again(
+    op: str, settings: tuple[Any, ...], plan: str, *, group: dist.ProcessGroup, scale: Any,
+    **own: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """`_normed` of this rank's parts, by name."""
+    return _normed(op, (*own.values(),), (*settings, scale), group, plan)
 
 
 def _facts(norm: Norm, residual: bool, norm_bias: bool, scale: bool) -> str:

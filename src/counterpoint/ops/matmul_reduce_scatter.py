@@ -31,6 +31,7 @@ from counterpoint.ops.check import (
     check_tensors,
     is_last,
 )
+from counterpoint.ops.placements import Distributed, placed
 from counterpoint.ops.plans import plan_key
 from counterpoint.ops.register import refuse_double_matmul, register
 from counterpoint.ops.scaled import NO_SCALES, Scaled
@@ -92,11 +93,14 @@ def matmul_reduce_scatter(
         if moved or isinstance(x, Scaled) or isinstance(w, Scaled):
             return scattered(x, w, bias, group, plan, rows, scatter_dim)
         added = bias, *NO_SCALES
-        y, key, group = call.repeated(OP, (x, w, *added), group, plan, rows)
-        return _anew(x, w, group, added, (plan, rows, 0), key, None) if y is None else y
+        y, key, of = call.repeated(OP, (x, w, *added), group, plan, rows)
+        return _anew(x, w, of, added, (plan, rows, 0), key, None) if y is None else y
+    except Distributed:
+        pass
     except BaseException as error:
         left(OP, error, group, x)
         raise
+    return placed(OP, matmul_reduce_scatter, x, w, bias, group, plan, rows, scatter_dim)
 
 
 def scattered(

@@ -5,14 +5,15 @@ in two halves, an epoch that a replayed graph counts on, no more programs than a
 and waits that end in an error.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from counterpoint.errors import InputError, UnsupportedError
+from counterpoint.errors import CounterpointError, InputError, UnsupportedError
+from counterpoint.runtime.bounds import bounded, breach_of
 from counterpoint.runtime.device_limits import refused_in
 from counterpoint.runtime.lanes_cuda import lanes_of, not_signalled
 from counterpoint.runtime.launch import INTERPRETED, Grid, Launch, aligned
@@ -61,19 +62,28 @@ class Layout(NamedTuple):
             words = half[self.words_at : self.words_at + 4 * self.num_words]
             words.view(torch.float32).fill_(-0.0)
 
-    def arguments(self, bases: Tensor, state: Tensor, fault: Tensor, rank: int) -> dict[str, Any]:
-        """What a kernel gets by name, but `tag` and `timeout_ns`.
+    def arguments(self, addresses: Sequence[int], device: torch.device) -> dict[str, Any]:
+        """Where a kernel finds what, by name.
 
         Args:
-            bases: int64 [ranks], where each rank's memory begins.
-            state: int32 [6], see `end_of_call`.
-            fault: int64 [1] of the host, zero at first.
-            rank: this one.
+            addresses: where each rank's memory begins.
+            device: of the kernel.
         """
         return {
-            "bases_ptr": bases, "half_bytes": self.half_bytes, "flags_at": self.flags_at,
-            "words_at": self.words_at, "state_ptr": state, "fault_ptr": fault, "rank": rank,
-            "WORLD": len(bases),
+            "bases_ptr": torch.tensor(addresses, dtype=torch.int64).to(device),
+            "half_bytes": self.half_bytes, "flags_at": self.flags_at, "words_at": self.words_at,
+            "WORLD": len(addresses),
+        }  # fmt: skip
+
+    def checked_arguments(self, buffers: Sequence[Tensor], kernel: str) -> dict[str, Any]:
+        """The same for a kernel of that name in the interpreter: what it touches is checked."""
+        parts = [half + at for half in (0, self.half_bytes)
+                 for at in (0, self.flags_at, self.words_at)]  # fmt: skip
+        num_bytes = self.payload_bytes, 4 * self.num_flags, 4 * self.num_words
+        bases, apart = bounded(kernel, self._asdict(), buffers, parts, num_bytes)
+        return {
+            "bases_ptr": bases, "half_bytes": 3 * apart, "flags_at": apart, "words_at": 2 * apart,
+            "WORLD": len(buffers),
         }  # fmt: skip
 
 
@@ -99,7 +109,8 @@ class PeerKernel:
         flags_at, words_at: int, bytes from the beginning of a half to its flags, and to its words.
         WORLD: constexpr, ranks of the group.
 
-    On CPU ranks (TRITON_INTERPRET=1) a call returns when it is done, and raises by itself. On a GPU
+    On CPU ranks (TRITON_INTERPRET=1) a call returns when it is done, and raises by itself, also
+    where a program touches symmetric memory outside a part of it, which no GPU checks. On a GPU
     it is enqueued on the current stream, behind the group's earlier calls. It captures in a CUDA
     graph after one call of the same kind. `release` of the group ends its use.
 
@@ -145,27 +156,31 @@ class PeerKernel:
                 raise InputError(OP, "sizes", want=want, got=f"{other} on rank {r}")
         workspace.open_pads()  # by them a late rank is looked at
         self._workspace = workspace
-        self._memory = workspace.allocate(2 * self.layout.half_bytes, OP)
+        # and on CPU a word by which peers end this rank's waits
+        num_bytes = 2 * self.layout.half_bytes + (4 if self._device.type == "cpu" else 0)
+        self._memory = workspace.allocate(num_bytes, OP)
         self._fixed = self._arguments()
         self._launches: dict[object, Launch] = {}
 
     def _arguments(self) -> dict[str, Any]:
         """What the kernel is given; no rank returns before all words of all are empty."""
-        workspace, device = self._workspace, self._device
-        self.layout.empty(self._memory.local())
-        bases = torch.tensor(self._memory.buffer_ptrs, dtype=torch.int64).to(device)
-        state = torch.zeros(6, dtype=torch.int32)
-        ranks = range(len(bases))
+        workspace, memory, device = self._workspace, self._memory, self._device
+        own = memory.local()
+        self.layout.empty(own[: 2 * self.layout.half_bytes])
+        ranks = range(memory.world_size)
         if device.type == "cuda":
+            given = self.layout.arguments(memory.buffer_ptrs, device)
             lanes = lanes_of(workspace)
             state = lanes.words_and_stop(4)
             fault, tag = lanes.fault, lanes.register(OP, "fused", ((self.name, tuple(ranks)),))
             torch.cuda.synchronize(device)
         else:
-            fault, tag = torch.zeros(1, dtype=torch.int64), 0
+            given = self.layout.checked_arguments(memory.buffers, self.name)
+            state, fault, tag = torch.zeros(6, dtype=torch.int32), torch.zeros(1).long(), 0
+            state[4:].view(torch.int64)[0] = own[-4:].data_ptr()
         workspace.gather(None)
-        given = self.layout.arguments(bases, state, fault, workspace.rank)
-        given |= {"tag": tag, "timeout_ns": int(workspace.timeout_s * 1e9)}
+        given |= {"state_ptr": state, "fault_ptr": fault, "rank": workspace.rank, "tag": tag}
+        given["timeout_ns"] = int(workspace.timeout_s * 1e9)
         return {name: value for name, value in given.items() if name in self._kernel.arg_names}
 
     def __call__(self, work: int, /, **arguments: Any) -> None:
@@ -232,11 +247,29 @@ class PeerKernel:
                 lanes.follow(spins=True)
             launch(*tensors)
             return
-        launch(*tensors)
+        try:
+            launch(*tensors)
+        except BaseException as error:
+            breach = breach_of(error)
+            self._end_of_all(breach or error)
+            if breach is not None:
+                raise breach from None
+            raise
         workspace.board.compare()
+        if self._memory.local()[-4:].any():
+            workspace.board.raise_what_is_wrong()
         if word := int(self._fixed["fault_ptr"][0]):
             ranks = [r for r in range(workspace.board.ranks) if word >> 32 + r % 32 & 1]
             raise workspace.board.fail(not_signalled(workspace, OP, "fused", self.name, ranks))
+
+    def _end_of_all(self, error: BaseException) -> None:
+        """Tell all ranks what has ended a kernel here, and end what theirs wait for."""
+        board = self._workspace.board
+        if isinstance(error, CounterpointError):
+            board.fail(error)
+        board.end(error)
+        for buffer in self._memory.buffers:
+            buffer[-4:] = 1
 
     def _compiled(self, grid: Grid, arguments: Mapping[str, Any]) -> Launch:
         """The launch for arguments like these; ranks meet at the first one."""

@@ -36,6 +36,7 @@ import triton
 import triton.runtime.interpreter as interpreter
 
 from counterpoint.errors import UnsupportedError
+from counterpoint.runtime.bounds import resolved
 from counterpoint.runtime.launch import INTERPRETED
 from counterpoint.runtime.peer_kernel import Layout
 
@@ -92,16 +93,15 @@ def local_peers(
         Arguments by name, of each rank. Waits never give up, and `fault_ptr` stays 0.
     """
     layout = Layout(payload_bytes, num_flags, num_words)
-    # the addresses lie behind what they point into, and so keep it
-    room = torch.zeros(num_ranks * (2 * layout.half_bytes + 8), dtype=torch.uint8)
-    memory, bases = room[: -8 * num_ranks], room[-8 * num_ranks :].view(torch.int64)
-    for rank, each in enumerate(memory.view(num_ranks, -1)):
+    memory = torch.zeros(num_ranks, 2 * layout.half_bytes, dtype=torch.uint8)
+    for each in memory:
         layout.empty(each)
-        bases[rank] = each.data_ptr()
+    peers = layout.checked_arguments(memory.unbind(), kernel.__name__)
     found: list[dict[str, Any]] = []
     for rank in range(num_ranks):
         state, fault = torch.zeros(6, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
-        given = layout.arguments(bases, state, fault, rank) | {"tag": 0, "timeout_ns": 1 << 60}
+        given = peers | {"state_ptr": state, "fault_ptr": fault, "rank": rank}
+        given |= {"tag": 0, "timeout_ns": 1 << 60}
         given = {name: value for name, value in given.items() if name in kernel.arg_names}
         found.append(given)
     return found
@@ -269,6 +269,7 @@ class Interleaved:
     def _create_atomic_rmw(self, plain: Any) -> Any:
         def atomic(builder: Any, op: Any, ptr: Any, value: Any, mask: Any, sem: Any, scope: Any):
             self._give_way()
+            ptr = resolved(ptr, mask, "atomic")
             if sem in (SEM.RELEASE, SEM.ACQUIRE_RELEASE):
                 self._flush(_current())
             before = plain(builder, op, ptr, value, mask, sem, scope)
@@ -281,6 +282,7 @@ class Interleaved:
 
     def _create_masked_store(self, plain: Any) -> Any:
         def store(builder: Any, ptrs: Any, value: Any, mask: Any, *rest: Any):
+            ptrs = resolved(ptrs, mask, "store")
             if not self.buffered:
                 self.idle = 0
                 return plain(builder, ptrs, value, mask, *rest)
@@ -300,6 +302,7 @@ class Interleaved:
 
     def _create_masked_load(self, plain: Any) -> Any:
         def load(builder: Any, ptrs: Any, mask: Any, other: Any, *how: Any, **named: Any):
+            ptrs = resolved(ptrs, mask, "load")
             cached, *_, is_volatile = *how, *named.values()
             if is_volatile or cached in CACHED_IN_L2:  # somebody else may have written it
                 self._give_way()
