@@ -236,6 +236,7 @@ def write(rows: list[Row]) -> str:
 
 
 SERVED = Benchmark(
-    "served", cases, arms, short=lambda case: case.name == "decode 8B, 1 x 2048", least=1, unit="ms", calls=1, host=False,
+    "served", cases, arms, short=lambda case: case.name == "decode 8B, 1 x 2048", least=1,
+    unit="ms", calls=1, host=False,
     sections=(Section("docs/scale.md", "served", by_machine(write)),),
 )  # fmt: skip
