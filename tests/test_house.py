@@ -18,7 +18,7 @@ HOUSE = ROOT / "src" / "counterpoint"
 # lines of code of each folder, as they are: a change that needs more says why, and edits this table
 CODE = {
     ".": 1610, "adapters": 2370, "advice": 1376, "choose": 557, "cli": 2242, "fsdp": 1888,
-    "kernels": 2767, "measure": 2012, "model": 667, "nn": 996, "ops": 7156, "plan": 5577,
+    "kernels": 2767, "measure": 2012, "model": 667, "nn": 996, "ops": 7158, "plan": 5577,
     "resources": 1413, "runtime": 6837, "scale": 2598, "testing": 348,
 }  # fmt: skip
 CODE_OF_BENCHMARKS = 12726
