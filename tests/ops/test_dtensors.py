@@ -161,7 +161,7 @@ def test_the_group_is_that_of_the_mesh(rank: int, ranks: int) -> list[str]:
         torch.testing.assert_close(y.full_tensor(), x @ w)
     both = DTensor.from_local(x, pairs, [Replicate(), Shard(0)])
     wrong = refused(lambda: cp.all_gather_matmul(both, w), "all_gather_matmul: x must be on a mesh "
-                    "of one axis, got a DTensor on DeviceMesh", "pass x.to_local(), or a DTensor "
+                    "of one axis, got a DTensor on one of 2", "pass x.to_local(), or a DTensor "
                     "on one axis of it, a slice of the mesh")  # fmt: skip
     if ranks == 4:
         wrong += refused(
@@ -180,7 +180,8 @@ def refused(call: Callable[[], Any], *texts: str) -> list[str]:
 
 @on_ranks(2)
 def test_other_placements_are_refused(rank: int, ranks: int) -> list[str]:
-    mesh, other = init_device_mesh("cpu", (ranks,)), init_device_mesh("cpu", (1, ranks))
+    mesh = init_device_mesh("cpu", (ranks,))
+    other = init_device_mesh("cpu", (1, ranks), mesh_dim_names=("a", "b"))
     x, w, b = torch.randn(6, K), torch.randn(K, N), torch.randn(N)
     tall, odd = torch.randn(6, K + 1), torch.randn(K, N + 1)
     gather, scatter, reduce = cp.all_gather_matmul, cp.matmul_reduce_scatter, cp.matmul_all_reduce
@@ -193,9 +194,9 @@ def test_other_placements_are_refused(rank: int, ranks: int) -> list[str]:
     # fmt: off
     cases: list[tuple[Callable[[], Any], str]] = [
         (lambda: gather(on(x, cols), on(w, cols)),
-         "all_gather_matmul: x must be a DTensor of [Shard(dim=0)], got a DTensor of "
-         "[Shard(dim=1)]; redistribute it, or pass its own part, x.to_local()"),
-        (lambda: gather(on(x, rows), on(w, same)), "w must be a DTensor of [Shard(dim=1)]"),
+         "all_gather_matmul: x must be a DTensor of [Shard(0)], got a DTensor of "
+         "[Shard(1)]; redistribute it, or pass its own part, x.to_local()"),
+        (lambda: gather(on(x, rows), on(w, same)), "w must be a DTensor of [Shard(1)]"),
         (lambda: gather(on(x, rows), [on(w, cols), on(w, rows)]), "w[1] must be a DTensor of"),
         (lambda: gather(on(x, rows), on(w, cols), bias=on(b, same)), "bias must be a DTensor of"),
         (lambda: gather(x, on(w, cols)), "x must be a DTensor as w, got Tensor; pass w.to_local()"),
@@ -204,8 +205,10 @@ def test_other_placements_are_refused(rank: int, ranks: int) -> list[str]:
         (lambda: gather(on(x, rows), on(odd, cols)),
          "w must be of equal shards of dim 1, got 13 over 2 ranks; pad it"),
         (lambda: gather(on(x, rows), spread(w, other, [same, cols])), "w must be on a mesh of one"),
+        (lambda: gather(on(x, rows), DTensor.from_local(w, other["b"], [cols])), "w must be on the "
+         "mesh of x, got another mesh"),
         (lambda: gather(scaled, scaled), "x.data must be a Tensor of this rank, got"),
-        (lambda: scatter(on(x, rows), on(w, rows)), "x must be a DTensor of [Shard(dim=1)]"),
+        (lambda: scatter(on(x, rows), on(w, rows)), "x must be a DTensor of [Shard(1)]"),
         (lambda: scatter(on(tall, cols), w), "x must be of equal shards of dim 1, got 9 over 2"),
         (lambda: scatter(on(x, cols), None, scatter_dim=1), "w must be a Tensor, got NoneType"),
         (lambda: reduce(on(x, cols), on(w, rows), bias=on(b, rows)), "bias must be a DTensor of"),
@@ -214,11 +217,11 @@ def test_other_placements_are_refused(rank: int, ranks: int) -> list[str]:
         (lambda: cp.all_reduce_rms_norm(x, on(x, same), torch.ones(K)),
          "x must be a DTensor as residual, got Tensor"),
         (lambda: cp.all_gather_attention(*[on(torch.randn(1, 8, 2, 4), cols)] * 3),
-         "all_gather_attention: q must be a Tensor of this rank, got a DTensor of [Shard(dim=1)]; "
+         "all_gather_attention: q must be a Tensor of this rank, got a DTensor of [Shard(1)]; "
          "pass its own part, q.to_local()"),
         (lambda: cp.exchange_counts(on(torch.ones(4).long(), rows)), "counts must be a Tensor of"),
         (lambda: cnn.ColumnParallelLinear(K, N)(on(x, rows)), "ColumnParallelLinear: x must be a "
-         "Tensor of this rank, got a DTensor of [Shard(dim=0)]; pass its own part, x.to_local()"),
+         "Tensor of this rank, got a DTensor of [Shard(0)]; pass its own part, x.to_local()"),
     ]
     # fmt: on
     wrong = [text for call, said in cases for text in refused(call, said)]
@@ -253,6 +256,11 @@ def test_fake_and_compiled(rank: int, ranks: int):
         y.sum().backward()
         grad: Any = sharded.grad
         torch.testing.assert_close(grad.full_tensor(), 6 * torch.ones(7, N) @ w.t())
+    told: Any = torch.compile(cp.all_gather_matmul, backend="aot_eager")
+    with pytest.raises(
+        cp.InputError, match=r"x must be a DTensor of \[Shard\(0\)\], got a DTensor of"
+    ):
+        told(spread(x, mesh, [Replicate()]), columns)
     with FakeTensorMode(allow_non_fake_inputs=True):
         fake = DTensor.from_local(torch.empty(4, K), mesh, [Shard(0)])
         part = DTensor.from_local(torch.empty(K, N // ranks), mesh, [Shard(1)])

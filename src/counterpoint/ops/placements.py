@@ -84,7 +84,10 @@ def _refusal(op: str, name: str, tensor: Any) -> InputError:
 
 
 def _shown(placements: Sequence[Any]) -> str:
-    return f"a DTensor of [{', '.join(map(repr, placements))}]"
+    # not by repr, which torch.compile does not trace
+    of = (getattr(p, "dim", getattr(p, "reduce_op", "")) for p in placements)
+    names = [f"{type(p).__name__}({more})" for p, more in zip(placements, of, strict=True)]
+    return f"a DTensor of [{', '.join(names)}]"
 
 
 def placed(op: str, call: Callable[..., Any], *values: Any) -> Any:
@@ -145,12 +148,12 @@ def _check_meshes(op: str, given: dict[str, Any]) -> None:
     for name, tensor in found.items():
         if "." in name:
             raise _refusal(op, name, tensor)
-        got = f"a DTensor on {tensor.device_mesh}"
         if tensor.device_mesh.ndim != 1:
+            got = f"a DTensor on one of {tensor.device_mesh.ndim}"
             fix = f"pass {name}.to_local(), or a DTensor on one axis of it, a slice of the mesh"
             raise InputError(op, name, want="on a mesh of one axis", got=got, fix=fix)
         if tensor.device_mesh != mesh:
-            raise InputError(op, name, want=f"on {mesh} as {first}", got=got)
+            raise InputError(op, name, want=f"on the mesh of {first}", got="another mesh")
     if first != "x":
         got, fix = type(given["x"]).__name__, f"pass {first}.to_local()"
         raise InputError(op, "x", want=f"a DTensor as {first}", got=got, fix=fix)
