@@ -8,7 +8,7 @@ VENV := .venv
 SETUP := .ci/setup.py pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all docs package faults interrupts models islands gpu readme support torches mutants clean
+.PHONY: help demo test test-all docs package faults interrupts models islands gpu readme support torches frameworks mutants clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
@@ -75,6 +75,9 @@ torches:  ## FSDP2 of each torch: tests/fsdp under 2.11 to 2.14, an environment 
 	    touch $$at/.ready; }; \
 	  $$at/bin/python -m pytest -q -n auto -p no:cacheprovider -W default tests/fsdp; \
 	done
+
+frameworks: $(VENV)/.ready-dev  ## models of transformers, accelerate, Lightning, torchtitan and vLLM: the real packages on CPU ranks; 12 minutes, 2 GiB
+	@$(VENV)/bin/python .ci/frameworks.py
 
 clean:  ## remove all that make made
 	rm -rf $(VENV) out build dist .pytest_cache .ruff_cache .hypothesis

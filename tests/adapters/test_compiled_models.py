@@ -129,6 +129,10 @@ def test_inductor_and_what_is_explained(rank: int, world_size: int):
             torch._dynamo.reset()
             model, x = mlp(1, world_size, torch.float32)
             want, options = model(x), cp.compile_options()
+            if form == "fullgraph":  # a forward within one of *args, as frameworks write them
+                model.__class__ = type(
+                    "Within", (Mlp,), {"forward": lambda *args: Mlp.forward(*args)}
+                )
             with fresh_cache():
                 if form == "in place":
                     model.compile(options=options)

@@ -6,10 +6,12 @@ The stand-ins have the names and the signatures of torchtitan 0.3.0.
 import importlib
 import importlib.util
 import logging
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace as Named
 from typing import Any
 
@@ -104,6 +106,32 @@ def test_torchtitan_that_has_moved():
     seam = r"its adapter needs torchtitan.config: override, as in torchtitan 0\.3\.0$"
     with stand_ins(), pytest.raises(cp.UnsupportedError, match=seam):
         importlib.import_module(NAME)
+
+
+LINES = [
+    line
+    for page in sorted((Path(__file__).parents[2] / "docs").glob("*.md"))
+    for line in re.findall(r"`([^`]*--override\.imports [^`]+)`", page.read_text())
+]
+
+
+@pytest.mark.skipif(not installed, reason="torchtitan is not installed")
+@pytest.mark.parametrize("line", LINES)
+def test_lines_of_the_docs(line: str):
+    """torchtitan reads them, and applies what they name."""
+    from torchtitan import config as titan  # type: ignore[import-not-found]
+
+    kind = ["qwen3", "qwen3_moe_debug"] if "experts" in line else ["llama3", "llama3_debugmodel"]
+    with warnings.catch_warnings(), inductor.patch({SEAM: None, LAST: None}):
+        warnings.simplefilter("ignore")  # of torchtitan, in its own code
+        given = ["--module", kind[0], "--config", kind[1], *line.split()]
+        config = titan.ConfigManager().parse_args(given)
+        assert config.compile.enable == ("--compile.enable" in line)
+        titan.apply_overrides(config.override, config)
+        assert (getattr(inductor, SEAM) is None) == ("experts" in line)
+    experts = [layer.moe for layer in config.model_spec.model.layers] if "experts" in line else []
+    for each in experts:
+        assert type(each.routed_experts).__module__ == EXPERTS
 
 
 def llama(

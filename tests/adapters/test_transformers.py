@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -55,6 +56,18 @@ def sharded(folder: Path, dtype: torch.dtype) -> Any:
     dist.barrier()
     plan = DistributedConfig(tp_plan="auto")
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, distributed_config=plan)
+
+
+@pytest.mark.parametrize("page", ["compile.md", "experts.md"])
+def test_lines_of_the_docs(page: str):
+    """transformers takes them."""
+    from transformers.distributed import DistributedConfig  # type: ignore[import-not-found]
+
+    text = (Path(__file__).parents[2] / "docs" / page).read_text()
+    lines = re.findall(r"`(DistributedConfig\(.*?\))`", text)
+    assert lines
+    for line in lines:
+        eval(line, {"DistributedConfig": DistributedConfig})
 
 
 @pytest.mark.parametrize(("name", "settings", "last", "said"), [

@@ -6,7 +6,6 @@ import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ import torch
 import torch.distributed as dist
 from on_ranks import on_ranks
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import counterpoint as cp
 
@@ -116,35 +115,182 @@ def test_the_callback_of_a_trainer(rank: int, world_size: int):
             callback.on_train_begin(*given, model=nn.Linear(2, 2))
 
 
+def by_accelerate(patch: pytest.MonkeyPatch) -> None:
+    """Have accelerate shard by FSDP2 on CPU ranks, where it knows DDP alone."""
+    from accelerate.state import AcceleratorState, PartialState  # type: ignore[import-not-found]
+    from accelerate.utils import DistributedType  # type: ignore[import-not-found]
+
+    made = PartialState.__init__
+
+    def told(self: Any, *args: Any, **kwargs: Any) -> None:
+        made(self, *args, **kwargs)
+        self.distributed_type = DistributedType.MULTI_GPU
+
+    AcceleratorState._reset_state(True)
+    patch.setattr(PartialState, "__init__", told)
+    patch.setenv("ACCELERATE_USE_FSDP", "false")  # an Accelerator sets both
+    patch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "false")
+
+
+class Texts(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """The same four over and over, for a Trainer."""
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
+        ids = torch.randint(0, 64, (12,), generator=torch.Generator().manual_seed(i % 4))
+        return {"input_ids": ids, "labels": ids}
+
+
+@needs("transformers")
 @needs("accelerate")
+@pytest.mark.parametrize("sharded_by", ["accelerate", "transformers"])
 @on_ranks(2)
-def test_a_model_that_accelerate_prepares(rank: int, world_size: int):
-    with started(rank, world_size):
-        from accelerate import FullyShardedDataParallelPlugin  # type: ignore[import-not-found]
-        from accelerate.utils.fsdp_utils import (  # type: ignore[import-not-found]
-            fsdp2_prepare_model,
+def test_a_trainer_with_the_callback(rank: int, world_size: int, sharded_by: str):
+    """Its whole training, with its clipping: the same bits."""
+    with started(rank, world_size) as folder, pytest.MonkeyPatch.context() as patch:
+        from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+        from counterpoint.adapters.transformers import Overlap
+
+        class Sums(TrainerCallback):
+            def on_train_begin(self, *_: Any, model: nn.Module, **__: Any) -> None:
+                summed(model)
+
+            def on_step_end(self, *_: Any, **__: Any) -> None:
+                said.append(callback.overlapped.explain() if callback.overlapped else "")
+
+        def trained(*callbacks: Any) -> list[float]:
+            settings: dict[str, Any] = {}
+            if sharded_by == "accelerate":
+                by_accelerate(patch)
+                settings = {"fsdp": True, "fsdp_config": {
+                    "version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]
+                }}  # fmt: skip
+                torch.manual_seed(0)
+                model = LlamaForCausalLM(small())
+            else:
+                model = loaded(f"{folder}/model")
+            arguments = TrainingArguments(
+                f"{folder}/out", use_cpu=True, report_to=[], max_steps=4, logging_steps=1,
+                per_device_train_batch_size=2, save_strategy="no", disable_tqdm=True,
+                learning_rate=1e-2, lr_scheduler_type="constant", **settings,
+            )  # fmt: skip
+            trainer = Trainer(model, arguments, train_dataset=Texts())
+            for callback in (Sums(), *callbacks):
+                trainer.add_callback(callback)
+            trainer.train()
+            logged: list[dict[str, float]] = trainer.state.log_history
+            return [line[name] for line in logged for name in ("loss", "grad_norm") if name in line]
+
+        os.makedirs(f"{folder}/model", exist_ok=True)
+        callback, said = Overlap(trial_steps=0), list[str]()
+        want, got = trained(), trained(callback)
+        assert got == want and len(want) == 8
+        assert want[-2] < want[0] - 0.1, "the model learns"
+        assert said[-1].count("pushed in place") >= 4, said[-1]
+
+
+@needs("transformers")
+@needs("accelerate")
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+@on_ranks(2)
+def test_a_model_that_accelerate_prepares(rank: int, world_size: int, precision: str):
+    with started(rank, world_size), pytest.MonkeyPatch.context() as patch:
+        from accelerate import (  # type: ignore[import-not-found]
+            Accelerator,
+            FullyShardedDataParallelPlugin,
         )
         from transformers import LlamaForCausalLM
 
-        def prepared() -> nn.Module:
-            torch.manual_seed(0)
-            model = LlamaForCausalLM(small())
+        def trained(overlapped: bool) -> tuple[list[float], str]:
+            by_accelerate(patch)
             plugin = FullyShardedDataParallelPlugin(
                 fsdp_version=2, auto_wrap_policy="transformer_based_wrap",
                 transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
                 cpu_ram_efficient_loading=False,
             )  # fmt: skip
-            plugin.set_mixed_precision("bf16")
-            of = SimpleNamespace(
-                state=SimpleNamespace(fsdp_plugin=plugin), mixed_precision="bf16",
-                torch_device_mesh=None, parallelism_config=None, device=torch.device("cpu"),
-                is_main_process=rank == 0,
-            )  # fmt: skip
-            return summed(fsdp2_prepare_model(of, model))
+            accelerator = Accelerator(fsdp_plugin=plugin, mixed_precision=precision, cpu=True)
+            torch.manual_seed(0)
+            model: Any = LlamaForCausalLM(small())
+            optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
+            model, optimizer = accelerator.prepare(model, optimizer)
+            summed(model)
+            explain = cp.overlap(model, trial_steps=0).explain if overlapped else str
+            torch.manual_seed(3 + rank)
+            ids, found = torch.randint(0, 64, (2, 12)), list[float]()
+            for _ in range(4):
+                loss = model(input_ids=ids, labels=ids).loss
+                accelerator.backward(loss)
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+                found.append(loss.item())
+            return found, explain()
 
-        want, model = losses(prepared(), rank), prepared()
-        overlapped = cp.overlap(model, trial_steps=0)
-        got = losses(model, rank)
-        # its reduction is in bf16: ours sums in fp32
-        assert all(abs(a - b) < 2e-2 for a, b in zip(want, got, strict=True)), (want, got)
-        assert overlapped.explain().count("pushed in place") >= 3, overlapped.explain()
+        (want, _), (got, said) = trained(False), trained(True)
+        assert want[0] == got[0] and want[-1] < want[0] - 0.1, want
+        # accelerate's reduction is in bf16: ours sums in fp32
+        near = 0 if precision == "no" else 2e-2
+        assert all(abs(a - b) <= near for a, b in zip(want, got, strict=True)), (want, got)
+        assert said.count("pushed in place") >= 4, said
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(24, 32), nn.SiLU(), nn.Linear(32, 24))
+
+
+@needs("lightning")
+@on_ranks(2)
+def test_a_model_that_lightning_trains(rank: int, world_size: int):
+    """By its ModelParallelStrategy: the same bits."""
+    with started(rank, world_size):
+        from lightning.pytorch import LightningModule, Trainer  # type: ignore[import-not-found]
+        from lightning.pytorch.strategies import (  # type: ignore[import-not-found]
+            ModelParallelStrategy,
+        )
+
+        class Module(LightningModule):
+            def __init__(self, overlapped: bool) -> None:
+                super().__init__()
+                self.found, self.wanted, self.overlapped = list[float](), overlapped, None
+                torch.manual_seed(0)
+                self.model = nn.Sequential(*(mlp() for _ in range(3)))
+
+            def configure_model(self) -> None:
+                mesh = self.device_mesh["data_parallel"]
+                policy = MixedPrecisionPolicy(
+                    param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+                )
+                for layer in self.model:
+                    fully_shard(layer, mesh=mesh, mp_policy=policy)
+                fully_shard(self.model, mesh=mesh, mp_policy=policy)
+                summed(self.model)
+
+            def on_train_start(self) -> None:
+                if self.wanted:
+                    self.overlapped = cp.overlap(self.model, trial_steps=0)
+
+            def training_step(self, x: torch.Tensor) -> torch.Tensor:
+                loss = (self.model(x) - 1).square().mean()
+                self.found.append(loss.item())
+                return loss
+
+            def configure_optimizers(self) -> torch.optim.Optimizer:
+                return torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+
+        def trained(overlapped: bool) -> Any:
+            module = Module(overlapped)
+            trainer = Trainer(
+                accelerator="cpu", devices=world_size, max_epochs=2, logger=False,
+                strategy=ModelParallelStrategy(world_size, 1),
+                enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+            )  # fmt: skip
+            torch.manual_seed(3)
+            trainer.fit(module, torch.utils.data.DataLoader(torch.randn(16, 24), batch_size=2))
+            return module
+
+        want, got = trained(False), trained(True)
+        assert got.found == want.found and want.found[-1] < want.found[0] - 0.1, want.found
+        assert got.overlapped.explain().count("pushed in place") >= 3

@@ -18,8 +18,9 @@ from counterpoint.problem import Problem
 from counterpoint.runtime.workspace import Workspace, workspaces
 
 SEAM = "joint_custom_pre_pass"
-# torch's expression for the module behind a forward that a framework has put another one around
-BOUND_FORWARD = r"\.forward\.__closure__\[\d+\]\.cell_contents\.__self__"
+# torch's expressions for the module behind a forward that a framework has put another one around:
+# a bound one, or one of `*args`, whose first is the module
+BOUND_FORWARD = r"\.forward\.__closure__\[\d+\]\.cell_contents\.__self__|^L\['args'\]\[0\]"
 
 
 @dataclass(frozen=True)
