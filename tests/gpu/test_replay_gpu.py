@@ -122,7 +122,8 @@ def test_auto_is_one_choice_on_all_ranks(gpus):
     tile = auto.matmul_tile(8192 // ranks, 1280, 8192, torch.bfloat16, gpus, True)
     assert tile is None or (tile[0] * tile[1] >= 64 * 64)
     codes = workspace_of(world(), gpus).code
-    specs = [c.program.plan.spec for key, (c, _) in codes.items() if key[2] == "auto" and c]
+    specs = [known.code.program.plan.spec for key, known in codes.items()
+             if key[2] == "auto" and known.code]  # fmt: skip
     assert specs
     everyone = gather_object(specs, world())
     assert all(each == everyone[0] for each in everyone)
