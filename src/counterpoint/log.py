@@ -1,7 +1,9 @@
 """The logger "counterpoint": plans that are new, and files that were read. Silent until asked.
 
-    logging.basicConfig(format="%(rank)s %(message)s")
+    logging.basicConfig()
     logging.getLogger("counterpoint").setLevel(logging.INFO)
+
+A record has `rank`, for handlers of this logger: records of other loggers have none.
 
 What all ranks of a group do alike its first rank says at INFO, the others at DEBUG.
 """

@@ -100,6 +100,9 @@ def test_serving():
     assert found[0]["token_s"] == pytest.approx(sum(found[0]["token"].values()))
     refused("scale", ["llama3-8b", "--serve", "--picture", "x.png"],
             "--picture must be left out with --serve")  # fmt: skip
+    refused("scale", ["llama3-8b", "--serve", "--gpus", "8"], "--gpus must be left out with")
+    large = invoke("scale", "llama3-405b", "--tp", "8", "--serve").stdout
+    assert "It does not fit" in large and "To gain" not in large
     refused("advise", ["t.json", "--serve"], "--serve must be given with --model")
     refused("advise", ["--model", "llama3-8b", "--serve", "--html", "x.html"],
             "--html must be left out with --serve")  # fmt: skip

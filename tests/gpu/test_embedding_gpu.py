@@ -10,6 +10,7 @@ from embedding_cases import expected, pooled, problem_of, random_bags
 from specs import SHORT_S
 
 import counterpoint as cp
+from counterpoint.choose.taken import Taken
 from counterpoint.runtime.capture import no_collector
 from counterpoint.runtime.delay import Delay
 from counterpoint.runtime.workspace import workspace_of
@@ -116,8 +117,8 @@ def test_a_lookup_equals_the_fused_kernel(gpus, longest):
 def agreed_ways(group):
     """What auto has decided in the group so far."""
     workspace = workspace_of(group, torch.device("cuda", torch.cuda.current_device()))
-    return [plan.spec for key, plan in workspace.agreed.items() if key[-1] == "auto"
-            and isinstance(plan, cp.Plan)]  # fmt: skip
+    return [taken.plan.spec for key, taken in workspace.agreed.items() if key[-1] == "auto"
+            and isinstance(taken, Taken)]  # fmt: skip
 
 
 @pytest.mark.parametrize("longest", [1, 100])

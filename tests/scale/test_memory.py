@@ -7,8 +7,12 @@ import pytest
 
 from counterpoint.presets import preset
 from counterpoint.scale import Fabric, Layout, Model, predict
-from counterpoint.scale.memory import CLOSE, Memory, training
+from counterpoint.scale.fabric import Network
+from counterpoint.scale.layer import Layers
+from counterpoint.scale.memory import CLOSE, Memory, in_flight, stage_bytes, training
 from counterpoint.scale.models import MODELS
+from counterpoint.scale.pipeline import Stage, order
+from counterpoint.scale.step import Step
 
 GIB = 2**30
 
@@ -175,3 +179,51 @@ def test_each_means_takes_its_share():
     assert again == sorted(again, reverse=True) and again[0] > 5 * again[-1]
     shares = of(tp=8), of(tp=8, sequence_parallel=False)
     assert shares[0].parts["activations"] < shares[1].parts["activations"]
+
+
+@pytest.mark.parametrize(("pp", "parts", "batches", "schedule"), [
+    (1, 1, 4, "1f1b"), (4, 1, 8, "1f1b"), (4, 1, 2, "1f1b"), (8, 1, 16, "zero-bubble"),
+    (4, 1, 2, "zero-bubble"), (4, 2, 8, "1f1b"), (4, 8, 16, "1f1b"), (8, 4, 8, "1f1b"),
+    (2, 4, 8, "1f1b"),
+])  # fmt: skip
+def test_micro_batches_in_flight_are_those_of_the_pipeline(
+    pp: int, parts: int, batches: int, schedule: Any
+):
+    layout = Layout(pp=pp, virtual_stages=parts, num_micro_batches=batches, schedule=schedule)
+    ones = (1.0,) * parts
+    stages = [Stage(ones, ones, ones if schedule == "zero-bubble" else ())] * pp
+    for stage in range(pp):
+        held = most = 0
+        for event in order(stage, stages, batches):
+            # what a backward of weights apart reads is kept until then
+            ends = "weight gradients" if schedule == "zero-bubble" else "backward"
+            held += (event.kind == "forward") - (event.kind == ends)
+            most = max(most, held)
+        assert in_flight(layout, stage) == pytest.approx(most / parts), stage
+
+
+@pytest.mark.parametrize(("model", "layout"), [
+    ("deepseek-v3", Layout.on(2048, pp=16, ep=8, recompute="selective", num_micro_batches=16)),
+    ("llama3-405b", Layout.on(16384, tp=8, pp=16, virtual_stages=4, recompute="selective")),
+    ("llama3-8b", Layout.on(64, pp=4, schedule="zero-bubble", num_micro_batches=8)),
+])  # fmt: skip
+def test_the_fullest_stage_counts(model: str, layout: Layout):
+    """It may be none at an end: those have fewer layers, or dense ones."""
+    machine = preset("h100-8")
+    step = Step(Layers(MODELS[model], layout, Network(machine, Fabric()), "none"))
+    each = [sum(stage_bytes(step, stage).values()) for stage in range(layout.pp)]
+    assert training(MODELS[model], layout, machine, Fabric()).num_bytes == max(each)
+
+
+def test_what_is_gathered_or_grows_with_the_batch_counts():
+    of = {again: predict("llama3-8b", Layout.on(64, pp=4, recompute=again, **FSDP)).memory
+          for again in ("none", "attn")}  # fmt: skip
+    assert of["attn"].num_bytes == of["none"].num_bytes  # flash attention keeps no scores
+    long = predict("gpt3-175b", Layout.on(2048, cp=512, sequence=2**20, recompute="full", **FSDP))
+    # keys and values of all tokens, and their gradients, in bf16
+    assert long.memory.parts["activations"] > 2 * 2**20 * 2 * 12288 * 2
+    few, many = (predict("dlrm-dcnv2", Layout(dp=8, micro_batch=n)).memory.parts["activations"]
+                 for n in (64, 2**20))  # fmt: skip
+    assert many == 2**14 * few > 55e9
+    freed = predict("llama3-8b", Layout.on(64, tp=8, sequence=2**20, recompute="full"))
+    assert "cp 8" in freed.memory.changes[0]

@@ -71,6 +71,41 @@ def test_memory_and_how_many_sequences_there_is_room_for():
     assert one["keys and values"] == eight["keys and values"] == 2048 * 61 * (512 + 64) * 2
 
 
+def test_memory_of_windows_and_of_what_is_not_cut():
+    windowed = replace(MODELS["llama3-8b"], window=4096, windowed=32)
+    found = serve(windowed, "h200-8", sequences=64, length=32768)
+    whole = serve("llama3-8b", "h200-8", sequences=64, length=32768)
+    assert whole.memory.parts["keys and values"] == 8 * found.memory.parts["keys and values"]
+    assert found.memory.fits and found.most_sequences >= 64
+    # latent attention's first matmul is on every rank
+    model = MODELS["deepseek-v3"]
+    cut = serve("deepseek-v3", "h200-8", tp=8).memory.parts["weights"] - model.parameters / 4
+    assert cut == pytest.approx(2 * 61 * 7168 * (1536 + 512 + 64) * 7 / 8)
+    # heads of keys and values that two ranks share
+    shared = serve("qwen3-235b", "h200-8", tp=8).memory.parts["weights"]
+    assert shared - MODELS["qwen3-235b"].parameters / 4 == 2 * 94 * 4096 * 2 * 128 / 2
+
+
+@pytest.mark.parametrize(("model", "given"), [
+    ("deepseek-v3", {"tp": 4, "sequences": 128, "length": 32768}),
+    ("qwen3-235b", {"tp": 4, "sequences": 256, "length": 8192}),
+    ("llama3-70b", {"tp": 2, "sequences": 32000, "length": 1}),
+    ("llama3-70b", {"tp": 1, "sequences": 1, "length": 2048}),
+])  # fmt: skip
+def test_what_to_serve_with_instead_fits(model: str, given: dict[str, Any]):
+    found = serve(model, "h200-8", **given)
+    assert found.memory.changes or found.memory.fits
+    for line in found.memory.changes:
+        words = line.split()
+        if words[0] == "tp":
+            given = given | {"tp": int(words[1])}
+        elif words[1] == "sequences":
+            given = given | {"sequences": int(words[0])}
+        else:
+            continue
+        assert serve(model, "h200-8", **given).memory.fits, line
+
+
 def test_attention_as_transformers_calls_it_repeats_what_it_reads():
     for heads, more in ((32, 1), (8, 4)):
         model = replace(MODELS["llama3-8b"], kv_heads=heads)

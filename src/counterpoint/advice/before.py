@@ -52,6 +52,9 @@ def advise_model(model: Model, layout: Layout, machine: Machine) -> Report:
     return Report(
         title=f"predicted, not measured: {ms(time_s)} ms for a step of {none.title}",
         losses=(losses,),
-        notes=tuple(str(none.memory).splitlines()),
+        notes=(
+            *str(none.memory).splitlines(),
+            *["  (as options of `counterpoint scale`)"] * (not none.memory.fits),
+        ),
         remedies=tuple(sorted(found, key=lambda each: -(each.saves_s or 0.0))),
     )

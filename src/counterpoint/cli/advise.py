@@ -50,9 +50,15 @@ Name = Annotated[
 ]
 Gpus = Annotated[int, typer.Option(min=0, max=65536, help="With --model: GPUs in all.")]
 Tokens = Annotated[
-    int, typer.Option(min=0, max=2**30, help="With --model: of a GPU's sequence; 0: its own.")
+    int,
+    typer.Option(
+        min=0, max=2**30, help="With --model: of a sequence; 0: its own, with --serve 2048."
+    ),
 ]
-Tp = Annotated[int, typer.Option(min=1, max=4096, help="With --model: tensor parallel.")]
+Tp = Annotated[
+    int,
+    typer.Option(min=1, max=4096, help="With --model: tensor parallel; with --serve 1: all GPUs."),
+]
 Ep = Annotated[int, typer.Option(min=1, max=4096, help="With --model: expert parallel.")]
 Serve = Annotated[bool, typer.Option("--serve", help="With --model: serving, not training.")]
 Sequences = Annotated[
@@ -95,7 +101,7 @@ def advise(
         for option, path in {"--html": html, "--picture": picture}.items():
             if path:
                 raise InputError("advise", option, want="left out with --serve", got=str(path))
-        show_serving(model, machine_at("advise", machine or "h100-8"), tp=gpus,
+        show_serving(model, machine_at("advise", machine or "h100-8"), tp=tp if tp > 1 else gpus,
                      sequences=sequences, length=tokens, as_json=as_json)  # fmt: skip
         return
     if model:

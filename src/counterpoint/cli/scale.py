@@ -67,7 +67,8 @@ Batches = Annotated[
     int, typer.Option(min=0, max=2**20, help="Of a step and a replica; 0: as many as stages.")
 ]
 Sequence = Annotated[
-    int, typer.Option(min=0, max=2**30, help="Tokens of a sequence; 0: the model's.")
+    int,
+    typer.Option(min=0, max=2**30, help="Tokens of a sequence; 0: the model's, with --serve 2048."),
 ]
 Again = Annotated[Recompute, typer.Option(help="What the backward computes again.")]
 Shards = Annotated[Sharding, typer.Option(help="What replicas share out.")]
@@ -147,9 +148,9 @@ def scale(
         _show_check(bar, as_json)
         return
     if serve:
-        _left_out("--serve", files)
-        show_serving(model, machine_at("scale", machine), tp=tp, sequences=sequences,
-                     length=sequence, as_json=as_json)  # fmt: skip
+        _left_out("--serve", files | {"--gpus": gpus, "--pp": pp - 1, "--ep": ep - 1})
+        where = machine_at("scale", machine)
+        show_serving(model, where, tp=tp, sequences=sequences, length=sequence, as_json=as_json)
         return
     known = _known(model, gpus, mapped=map_to is not None)
     modes = _modes(overlap)

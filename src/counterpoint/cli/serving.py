@@ -58,6 +58,8 @@ def show_serving(
 def verdict(found: list[Serving]) -> str:
     """In a sentence: what ours would gain, or that there is nothing to gain."""
     none, ours = found[0], found[1]
+    if not none.memory.fits:
+        return "It does not fit: the times below are those of GPUs with more memory."
     shares = [each[0] / each[1] for each in (
         (none.first.get(COMMUNICATION, 0.0), none.first_s),
         (none.token.get(COMMUNICATION, 0.0), none.token_s),
@@ -66,8 +68,9 @@ def verdict(found: list[Serving]) -> str:
     if max(gains) < 1 + WORTH_IT:
         return (f"Nothing to gain: communication is {shares[0]:.0%} of a prompt's time and "
                 f"{shares[1]:.0%} of a token's.")  # fmt: skip
-    return (f"To gain, predicted: {gains[0]:.2f}x to the first token, {gains[1]:.2f}x a token, by "
-            f"{LINE}")  # fmt: skip
+    named = zip(gains, ("to the first token", "a token"), strict=True)
+    said = ", ".join(f"{gain:.2f}x {what}" for gain, what in named if gain >= 1 + WORTH_IT)
+    return f"To gain, predicted: {said}, by {LINE}"
 
 
 def _facts(found: Serving) -> dict[str, Any]:

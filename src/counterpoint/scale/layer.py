@@ -147,19 +147,23 @@ class Layers:
         matmuls_s = max(flop / costs.gemm_flop_per_s, scores * beside.value / costs.hbm_bytes_per_s)
         return matmuls_s + scores * (moved.value - beside.value) / costs.hbm_bytes_per_s
 
-    def _keys(self, kind: Collective) -> Parts:
-        """Context-parallel ranks gather keys and values, or scatter their gradients."""
+    @property
+    def keys_bytes(self) -> float:
+        """Of keys and values of whole sequences, of this rank's heads."""
         model, layout = self.model, self.layout
-        group = Group(layout.cp, layout.tp)
-        if group.size == 1:
-            return Parts()
         columns = 2 * max(model.kv_heads / layout.tp, 1) * model.width
         if model.key_rank:
             columns = model.key_rank + model.rope_dim
-        num_bytes = layout.micro_batch * layout.length(model) * columns * ITEM_BYTES
-        seconds = self.network.all_gather_s(num_bytes, group)
+        return layout.micro_batch * layout.length(model) * columns * ITEM_BYTES
+
+    def _keys(self, kind: Collective) -> Parts:
+        """Context-parallel ranks gather keys and values, or scatter their gradients."""
+        group = Group(self.layout.cp, self.layout.tp)
+        if group.size == 1:
+            return Parts()
+        seconds = self.network.all_gather_s(self.keys_bytes, group)
         name = "context parallel"
-        return Parts({name: seconds}, {Sent(name, kind, group): num_bytes})
+        return Parts({name: seconds}, {Sent(name, kind, group): self.keys_bytes})
 
     def projections(self) -> Both:
         """The matmuls before and behind attention."""

@@ -95,26 +95,37 @@ def training(model: Model, layout: Layout, machine: Machine, fabric: Fabric) -> 
 
 def _of(model: Model, layout: Layout, machine: Machine, fabric: Fabric) -> Memory:
     step = Step(Layers(model, layout, Network(machine, fabric), "none"))
-    stages = {0, layout.pp - 1}  # of the most micro-batches in flight, and of the loss
-    parts = max((_stage(step, stage) for stage in stages), key=lambda each: sum(each.values()))
+    # the first of those that have as many layers holds the most micro-batches; the last the loss
+    first = {step.stage_layers(stage): stage for stage in reversed(range(layout.pp))}
+    stages = {*first.values(), layout.pp - 1}
+    parts = max((stage_bytes(step, stage) for stage in stages), key=lambda each: sum(each.values()))
     return Memory(parts, machine.device.hbm_bytes)
 
 
 def recommender(model: Dlrm, layout: Layout, machine: Machine) -> Memory:
     """What a step of a recommender takes: bf16 tables with a row-wise sum, shared out evenly."""
-    held = sum(model.rows) * (BF16 * model.dim + FP32) / layout.num_gpus
-    # weights and gradients in fp32, and Adagrad's sum
-    parts = {"tables": held, "dense layers": 3.0 * FP32 * model.dense_parameters}
+    samples, (bottom, top) = layout.micro_batch, model.mlps
+    numbers = sum(wide for _, wide in (*bottom, *top)) + model.width + 2 * model.columns
+    numbers += sum(sum(each) for each in model.cross_weights)
+    parts = {
+        "tables": sum(model.rows) * (BF16 * model.dim + FP32) / layout.num_gpus,
+        # weights and gradients in fp32, and Adagrad's sum
+        "dense layers": 3.0 * FP32 * model.dense_parameters,
+        "activations": float(BF16 * samples * numbers),
+    }
     found = Memory(parts, machine.device.hbm_bytes)
     if found.fits:
         return found
+    left = found.capacity_bytes - parts["dense layers"] - parts["activations"]
+    if left <= 0:
+        return replace(found, changes=("fewer samples a GPU",))
     gpus = layout.num_gpus
-    while sum(parts.values()) * layout.num_gpus / gpus > found.capacity_bytes:
+    while parts["tables"] * layout.num_gpus / gpus > left:
         gpus *= 2
     return replace(found, changes=(f"{gpus} GPUs",))
 
 
-def _stage(step: Step, stage: int) -> dict[str, float]:
+def stage_bytes(step: Step, stage: int) -> dict[str, float]:
     """Bytes of one rank of a pipeline stage."""
     model, layout = step.model, step.layout
     sharded, last = layout.data_parallel_sharding, stage == layout.pp - 1
@@ -149,17 +160,24 @@ def _stage(step: Step, stage: int) -> dict[str, float]:
 def _activations(step: Step, stage: int) -> tuple[float, float]:
     """Bytes that a stage keeps for its backwards, and what the backward of one layer takes."""
     layout = step.layout
-    batches = min(layout.micro_batches, layout.pp - stage)
-    in_flight = float(batches)
-    if layout.virtual_stages > 1:  # Megatron's order: some parts are a batch ahead
-        in_flight = min(in_flight + (layout.pp - 1) / layout.virtual_stages, layout.micro_batches)
     whole = {dense: _layer_bytes(step, dense, "none") for dense in step.kinds}
-    kept = sum(
-        count * _layer_bytes(step, dense, layout.recompute)
-        for count, dense in zip(step.stage_layers(stage), (True, False), strict=True) if count
-    )  # fmt: skip
-    again = 0.0 if layout.recompute == "none" else max(whole.values())
-    return kept * in_flight, again + max(whole.values()) / 2
+    kept = {dense: _layer_bytes(step, dense, layout.recompute) for dense in step.kinds}
+    counts = zip(step.stage_layers(stage), (True, False), strict=True)
+    each = sum(count * kept[dense] for count, dense in counts if count)
+    again = max(whole[dense] - kept[dense] for dense in step.kinds)
+    keys = 2 * step.layers.keys_bytes * (layout.cp > 1)  # and their gradients, of all ranks
+    return each * in_flight(layout, stage), again + max(whole.values()) / 2 + keys
+
+
+def in_flight(layout: Layout, stage: int) -> float:
+    """Micro-batches whose activations a stage keeps at most, in the order of `pipeline`."""
+    pp, parts = layout.pp, layout.virtual_stages
+    most = pp - stage + 0.0
+    if layout.schedule == "zero-bubble":
+        most = pp
+    elif parts > 1:  # some parts are a batch ahead
+        most = pp + (pp - 1 - 2 * stage) / parts
+    return min(most, layout.micro_batches)
 
 
 def _layer_bytes(step: Step, dense: bool, recompute: str) -> float:
@@ -170,7 +188,8 @@ def _layer_bytes(step: Step, dense: bool, recompute: str) -> float:
     hidden, between = model.hidden, BF16 * model.hidden * tokens / shared
     if recompute == "full":
         return between
-    heads = model.heads * model.key_width + model.kv_heads * (model.key_width + model.width)
+    kv_heads = max(model.kv_heads, tp)  # ranks that share one have one each
+    heads = model.heads * model.key_width + kv_heads * (model.key_width + model.width)
     if model.key_rank:
         heads = 2 * model.heads * model.key_width + model.heads * model.width
         heads += model.query_rank + model.key_rank + model.rope_dim
@@ -179,7 +198,7 @@ def _layer_bytes(step: Step, dense: bool, recompute: str) -> float:
     if recompute == "selective":
         # torchtitan: results of attention and of every second matmul
         inner = 0 if not dense else model.ffn
-        halves = model.heads * model.key_width + model.kv_heads * model.width + inner + hidden
+        halves = model.heads * model.key_width + kv_heads * model.width + inner + hidden
         rows = BF16 * (out + halves) + statistics
         return between + rows * tokens / tp + _experts_bytes(step, dense) / 2
     scores = 0.0
@@ -209,12 +228,13 @@ def _others(model: Model, layout: Layout, island: int) -> Iterator[tuple[list[st
         {}, {"recompute": "selective"}, fsdp, {"recompute": "full"}, {"micro_batch": 1},
         {**fsdp, "recompute": "selective"}, {**fsdp, "recompute": "full"},
         {**fsdp, "recompute": "full", "micro_batch": 1},
+        *({**fsdp, "recompute": "full", "cp": layout.cp * times} for times in (2, 4, 8)),
     ]  # fmt: skip
     known, gpus = {layout}, layout.num_gpus
     while gpus <= MAX_GPUS:
         for tp, ep, change in product(_doubled(layout.tp, island), _degrees_of_experts(model, gpus),
                                       lighter):  # fmt: skip
-            dp = gpus // (tp * layout.cp * layout.pp)
+            dp = gpus // (tp * int(change.get("cp", layout.cp)) * layout.pp)
             again = str(change.get("recompute", layout.recompute))
             if not dp or ep < layout.ep or AGAIN.index(again) < AGAIN.index(layout.recompute):
                 continue
@@ -247,8 +267,8 @@ def _fields(layout: Layout) -> dict[str, Any]:
 
 def _words(layout: Layout, other: Layout) -> list[str]:
     """What another layout changes, as `scale` has its options."""
-    names = {"tp": "tp", "ep": "ep", "recompute": "recompute", "data_parallel_sharding": "sharding",
-             "micro_batch": "micro-batch"}  # fmt: skip
+    names = {"tp": "tp", "cp": "cp", "ep": "ep", "recompute": "recompute",
+             "data_parallel_sharding": "sharding", "micro_batch": "micro-batch"}  # fmt: skip
     changed = [f"{word} {getattr(other, field)}" for field, word in names.items()
                if getattr(other, field) != getattr(layout, field)]  # fmt: skip
     if other.num_gpus != layout.num_gpus:

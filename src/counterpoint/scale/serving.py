@@ -4,7 +4,9 @@ One forward pass, as a captured graph: no host time. Matmuls and their all-reduc
 in training; what lies between is priced by the bytes that it reads and writes.
 """
 
+from bisect import bisect
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal, get_args
@@ -94,7 +96,7 @@ def serve(
         sequences: that get a token together, 1 to 65,536.
         length: tokens of a prompt, and of the context of each sequence.
         overlap: "none": a matmul, then NCCL's all-reduce; "ours": what `choose` takes; "ideal": the
-            longer of computation and communication.
+            longer of a matmul and its all-reduce. Sums of experts and the gather of logits stay.
         attention: "paged": one kernel that skips what is masked and reads keys and values as they
             are kept, as engines have it; "sdpa": as transformers calls torch's, with a mask that is
             given, and keys and values repeated for each head.
@@ -150,8 +152,6 @@ class _Forward:
             found += (self._layer(layers.mlp(model.ffn).forward)) * dense
         if dense < model.layers:
             mlp = self._experts()
-            if model.shared_ffn:
-                mlp += layers.mlp(model.shared_ffn).forward
             found += self._layer(mlp) * (model.layers - dense)
         return dict(found + self._head())
 
@@ -211,10 +211,13 @@ class _Forward:
         # experts that at least one token goes to, routing being random
         used = model.experts * (1 - (1 - model.top_k / model.experts) ** tokens)
         each, used = rows / used, round(used)
-        inner = model.expert_ffn / self.tp
+        inner, shared = model.expert_ffn / self.tp, model.shared_ffn / self.tp
         wide = (1 + model.gated) * inner
         seconds = layers.matmul_s(each, wide, model.hidden, used)
         seconds += layers.matmul_s(each, model.hidden, inner, used)
+        if shared:  # its result is summed with theirs
+            seconds += layers.matmul_s(tokens, (1 + model.gated) * shared, model.hidden)
+            seconds += layers.matmul_s(tokens, model.hidden, shared)
         moved_s = layers.memory_s(BF16 * rows * (wide + inner))
         moved_s += layers.memory_s(constants.ROUTED_BYTES.value * rows * model.hidden)
         num_bytes = BF16 * tokens * model.hidden
@@ -234,38 +237,48 @@ class _Forward:
 
     @property
     def _weights_bytes(self) -> float:
-        return BF16 * self.model.parameters / self.tp
+        """Of one rank; what is not cut among them included."""
+        model, tp = self.model, self.tp
+        whole = (model.query_rank + model.key_rank + model.rope_dim) * (1 - 1 / tp)
+        if not model.key_rank:  # ranks that share a head of keys have one each
+            whole = 2 * model.width * (max(model.kv_heads / tp, 1) - model.kv_heads / tp)
+        return BF16 * (model.parameters / tp + model.layers * model.hidden * whole)
+
+    def _held(self, sequences: int) -> dict[str, float]:
+        """Weights, keys and values of all sequences, and what one forward pass takes."""
+        model, tokens = self.model, max(self.length, sequences)
+        inner = max(model.ffn, model.top_k * model.expert_ffn) / self.tp
+        kept = sequences * self._attended() * self._kept_bytes * model.layers
+        forward = BF16 * tokens * (4 * model.hidden + (2 + model.gated) * inner)
+        return {"weights": self._weights_bytes, "keys and values": kept, "activations": forward}
+
+    @property
+    def _capacity_bytes(self) -> float:
+        return self.network.machine.device.hbm_bytes
 
     def memory(self) -> Memory:
-        """Weights, keys and values of all sequences, and what one forward pass takes."""
-        model, tokens = self.model, max(self.length, self.sequences)
-        kept = self.sequences * self.length * self._kept_bytes * model.layers
-        inner = max(model.ffn, model.top_k * model.expert_ffn) / self.tp
-        forward = BF16 * tokens * (4 * model.hidden + (2 + model.gated) * inner)
-        parts = {"weights": self._weights_bytes, "keys and values": kept, "activations": forward}
-        capacity = self.network.machine.device.hbm_bytes
-        found = Memory(parts, capacity)
-        return found if found.fits else Memory(parts, capacity, self._changes(parts, capacity))
+        """Of one rank; and what to serve with instead."""
+        found = Memory(self._held(self.sequences), self._capacity_bytes)
+        return found if found.fits else replace(found, changes=self._changes())
 
-    def _changes(self, parts: Mapping[str, float], capacity: float) -> tuple[str, ...]:
-        """What to serve with instead."""
-        found: list[str] = []
-        if self.most_sequences:
-            found.append(f"{self.most_sequences} sequences at a time")
-        tp = self.tp
-        while tp * 2 <= self.network.machine.num_devices:
+    def _changes(self) -> tuple[str, ...]:
+        found = [f"{self.most_sequences} sequences at a time"] * (self.most_sequences > 0)
+        tp, layout = 2 * self.tp, self.layers.layout
+        while tp <= self.network.machine.num_devices:
+            with suppress(InputError):  # what the model cannot be cut by
+                other = replace(layout, tp=tp)
+                other.fits(self.model)
+                layers = replace(self.layers, layout=other)
+                if _Forward(layers, self.length, self.repeats, prefill=False).memory().fits:
+                    found.append(f"tp {tp}")
+                    break
             tp *= 2
-            if sum(parts.values()) * self.tp / tp <= capacity:
-                found.append(f"tp {tp}")
-                break
+        if not found and self._weights_bytes < self._capacity_bytes:
+            found.append("shorter sequences")
         return tuple(found) or ("quantized weights, or GPUs with more memory",)
 
     @cached_property
     def most_sequences(self) -> int:
         """Of that length that there is memory for."""
-        model = self.model
-        each = self.length * self._kept_bytes * model.layers
-        inner = max(model.ffn, model.top_k * model.expert_ffn) / self.tp
-        forward = BF16 * self.length * (4 * model.hidden + (2 + model.gated) * inner)
-        left = self.network.machine.device.hbm_bytes - self._weights_bytes - forward
-        return max(int(left / each), 0)
+        counts = range(1, MAX_SEQUENCES + 1)
+        return bisect(counts, self._capacity_bytes, key=lambda n: sum(self._held(n).values()))
