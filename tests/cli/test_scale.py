@@ -84,6 +84,12 @@ def test_memory_is_said_first():
     assert sum(found["memory"]["parts"].values()) == pytest.approx(found["memory"]["bytes"])
 
 
+def test_what_no_column_has_is_said():
+    step = ("scale", "llama3-8b", "--gpus", "8", "--overlap", "none")
+    assert "cp.overlap is not priced" in invoke(*step, "--sharding", "fsdp").stdout
+    assert "cp.overlap is not priced" not in invoke(*step).stdout
+
+
 def test_serving():
     for command in (("scale", "llama3-70b", "--tp", "4"),
                     ("advise", "--model", "llama3-70b", "--gpus", "4")):  # fmt: skip
@@ -93,7 +99,9 @@ def test_serving():
         assert lines[1].startswith("memory fits") and lines[2].startswith("room for ")
         assert lines[3].startswith("To gain, predicted: ") and "compile_options" in lines[3]
         assert "to the first token" in text and "a token of each sequence" in text
-    alone = invoke("scale", "llama3-8b", "--serve").stdout
+    assert lines[0].endswith("rates derived from the datasheet: not measured")
+    alone = invoke("scale", "llama3-8b", "--serve", "--machine", "h200-2").stdout
+    assert alone.splitlines()[0].endswith("rates as measured")
     assert "Nothing to gain: communication is 0% of a prompt's time" in alone
     found = json.loads(invoke("scale", "llama3-8b", "--tp", "2", "--serve", "--json").stdout)
     assert [each["overlap"] for each in found] == ["none", "ours", "ideal"]

@@ -30,7 +30,8 @@ def show_serving(
         print(json.dumps([_facts(each) for each in found], indent=2))
         return
     first, console = found[0], Console(highlight=False)
-    console.print(first.title, markup=False, soft_wrap=True)
+    how = "as measured" if machine.measured else "derived from the datasheet: not measured"
+    console.print(f"{first.title}; rates {how}", markup=False, soft_wrap=True)
     console.print(str(first.memory), markup=False, soft_wrap=True,
                   style="" if first.memory.fits else "bold red")  # fmt: skip
     console.print(f"room for {first.most_sequences:,} such sequences", soft_wrap=True)

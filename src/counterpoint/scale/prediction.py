@@ -4,7 +4,7 @@ Ranks that do the same at the same time are folded into one of each pipeline sta
 collectives are closed forms, the order of a pipeline is simulated.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -45,7 +45,8 @@ class Prediction:
             it is about and a colon: "machine: ...", "assumed: ...", "not checked: ...".
         memory: of the fullest GPU: whether the step fits, and what to change if not.
         stages: when each stage does what; `timeline` is made of it.
-        notes: of a `Dlrm`, what fusing saves and what bounds it, a line each.
+        notes: a line each: of a `Dlrm`, what fusing saves and what bounds it; of FSDP2, that
+            `cp.overlap` is not priced.
     """
 
     model: Model | Dlrm
@@ -245,7 +246,15 @@ def predict(
     items = layout.micro_batch * layout.micro_batches * layout.dp * layout.length(known)
     held = memory.training(known, layout, where, fabric)
     return Prediction(known, layout, where.name, overlap, stages.seconds, parts, items,
-                      tuple(assumptions(layers)), held, stages)  # fmt: skip
+                      tuple(assumptions(layers)), held, stages,
+                      tuple(_not_priced(layout, parts)))  # fmt: skip
+
+
+def _not_priced(layout: Layout, parts: Mapping[str, float]) -> list[str]:
+    """What we could win that no column has."""
+    if layout.data_parallel_sharding != "fsdp" or not parts.get("data parallel"):
+        return []
+    return ["cp.overlap is not priced: data parallel is FSDP2's own, in every column"]
 
 
 def _recommender(model: Dlrm, layout: Layout, network: Network, overlap: Overlap) -> Prediction:
