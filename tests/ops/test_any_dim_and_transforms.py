@@ -142,6 +142,6 @@ def test_grouped_takes_an_addend(rank: int, ranks: int):
     every = torch.cat([w.sum(2), w.sum(2)]).repeat_interleave(2, 0)
     torch.testing.assert_close(x.grad, want + every)
     (workspace,) = workspaces_of(dist.group.WORLD)
-    (*_, (code, _)) = workspace.code.values()
-    plan = code.program.plan
+    (*_, known) = workspace.code.values()
+    plan = known.code.program.plan
     assert (plan.problem.op, plan.family) == ("matmul_all_to_all", "grouped")

@@ -12,7 +12,7 @@ import torch
 import counterpoint
 from counterpoint.operators import IMPLEMENTED, MODULES, WITHOUT_GRADIENT, implementation
 
-LOADED = {"operators", "errors", "ops", "ops.declare"}
+LOADED = {"operators", "errors", "lazy", "ops", "ops.declare"}
 
 
 def python(code: str, *words: str) -> str:
