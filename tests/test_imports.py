@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -16,10 +17,12 @@ PACKAGE = Path(counterpoint.__file__).parent
 FILES = {path.relative_to(PACKAGE).as_posix(): path for path in sorted(PACKAGE.rglob("*.py"))}
 HEAVY = ("torch", "triton", "cuda")
 
-ABOVE_PLANS = ("choose", "scale", "resources", "measure", "runtime", "ops", "kernels", "nn", "cli")
-ABOVE_FACTS = ("plan", "model", *ABOVE_PLANS)
+FAMILIES = ("tensor_parallel", "norms", "attention", "embedding", "experts", "fsdp")
+RUNNING = ("gpu", "group", "run", "ops", "kernels", "nn", "cli")
+ABOVE_PLANS = ("choose", "scale", "resources", "measure", *RUNNING)
+ABOVE_FACTS = ("plan", "schedules", "model", *ABOVE_PLANS)
 
-# what a place (a file, or a directory with /) must not import, at any depth of its functions
+# what a place (a file, a directory with /, or files by *) must not import, at any depth
 FORBIDDEN: dict[str, tuple[str, ...]] = {
     place: (*HEAVY, *(f"counterpoint.{part}" for part in above))
     for place, above in {
@@ -33,33 +36,39 @@ FORBIDDEN: dict[str, tuple[str, ...]] = {
         # of those above it, measure draws a timeline; nobody else is asked
         "spans.py": ("problem", "timeline", *ABOVE_FACTS),
         "timeline.py": ("problem", *(part for part in ABOVE_FACTS if part != "measure")),
-        "plan/": ("model", *ABOVE_PLANS),
+        "plan/": ("model", *ABOVE_PLANS, *FAMILIES),
+        "schedules/": ("model", *ABOVE_PLANS, *FAMILIES),
+        **{f"{family}/*plan_*": ("model", *ABOVE_PLANS) for family in FAMILIES if family != "fsdp"},
         "model/": ABOVE_PLANS,
-        "choose/": ("scale", "resources", "measure", "runtime", "ops", "kernels", "nn", "cli"),
+        "choose/": ("scale", "resources", "measure", *RUNNING),
         # measure draws a prediction, too
-        "scale/": ("resources", "runtime", "ops", "kernels", "nn", "cli"),
+        "scale/": ("resources", *RUNNING),
+        # these are arithmetic and descriptions: they run on a laptop
+        "gpu/limits.py": tuple(part for part in ABOVE_FACTS if part != "gpu"),
+        "gpu/occupancy.py": tuple(part for part in ABOVE_FACTS if part != "gpu"),
     }.items()
 }
-# these are arithmetic and descriptions: they run on a laptop
-FORBIDDEN |= {
-    f"runtime/{file}.py": (*HEAVY, *(f"counterpoint.{p}" for p in ABOVE_FACTS if p != "runtime"))
-    for file in ("limits", "occupancy")
-}  # fmt: skip
 FORBIDDEN |= {
     f"resources/{file}.py": (*HEAVY, *(f"counterpoint.{p}" for p in ABOVE_FACTS
                                        if p not in ("plan", "resources")))
     for file in ("controls", "rewrites", "search")
 }  # fmt: skip
+KERNELS = ("torch.distributed", *(f"counterpoint.{p}" for p in (
+    "plan", "schedules", "model", "choose", "resources", "measure", "gpu", "group", "run", "ops",
+    "nn", "cli",
+)))  # fmt: skip
 FORBIDDEN |= {
-    "kernels/": ("torch.distributed", *(f"counterpoint.{p}" for p in
-                 ("plan", "model", "choose", "resources", "measure", "runtime", "ops", "nn",
-                  "cli"))),
-    "runtime/": tuple(f"counterpoint.{p}" for p in ("model", "choose", "resources", "measure",
-                                                     "ops", "nn", "cli")),
+    "kernels/": KERNELS,
+    "*/kernel_*": KERNELS,
+    **dict.fromkeys(("gpu/", "group/", "run/"), tuple(
+        f"counterpoint.{p}" for p in ("model", "choose", "resources", "measure", "ops", "nn", "cli")
+    )),
     "resources/": tuple(f"counterpoint.{p}" for p in ("choose", "measure", "ops", "nn", "cli")),
-    "ops/": ("counterpoint.resources", "counterpoint.nn", "counterpoint.cli"),
+    **dict.fromkeys(("ops/", *(f"{family}/" for family in FAMILIES)), tuple(
+        f"counterpoint.{p}" for p in ("resources", "nn", "cli")
+    )),
     "nn/": ("counterpoint.cli",),
-    # what users build on and test with stands on kernels and runtime alone
+    # what users build on and test with stands on kernels and what runs them
     **dict.fromkeys(("device.py", "testing/"), tuple(
         f"counterpoint.{p}" for p in ("model", "choose", "resources", "measure", "ops", "nn", "cli")
     )),
@@ -92,8 +101,8 @@ def within(name: str, package: str) -> bool:
 
 @pytest.mark.parametrize("place", FORBIDDEN)
 def test_import_directions(place: str):
-    files = [f for f in FILES if f == place or (place.endswith("/") and f.startswith(place))]
-    assert files or place == "nn/", f"no file {place}"
+    files = [f for f in FILES if fnmatch(f, f"{place}*" if place[-1] in "/*" else place)]
+    assert files, f"no file {place}"
     for file in files:
         for name in imported(FILES[file]):
             wrong = [package for package in FORBIDDEN[place] if within(name, package)]
@@ -137,8 +146,8 @@ def test_no_file_imports_one_that_imports_it():
 @pytest.mark.parametrize(
     ("name", "home"),
     [
-        (r"cuda\.bindings", "runtime/driver.py"),
-        (r"torch\.distributed\._symmetric_memory|_SymmetricMemory", "runtime/symmetric_cuda.py"),
+        (r"cuda\.bindings", "gpu/driver.py"),
+        (r"torch\.distributed\._symmetric_memory|_SymmetricMemory", "group/symmetric_cuda.py"),
     ],
 )
 def test_a_private_interface_has_one_home(name: str, home: str):
@@ -163,7 +172,7 @@ def test_the_pure_half_is_used_without_torch():
         "from counterpoint.choose.choose import choose\n"
         "for by in ('model', 'rule'):\n"
         "    choose(problem, 'h200-2', by=by).explain()\n"
-        "import counterpoint.runtime.occupancy, counterpoint.resources.search\n"
+        "import counterpoint.gpu.occupancy, counterpoint.resources.search\n"
         "import counterpoint.resources.rewrites\n"
         "cp.resources.Controls\n"
         "cp.scale.predict('llama3-8b', cp.scale.Layout(tp=8)).explain()\n"
@@ -275,7 +284,12 @@ def test_a_program_that_compiles_nothing_loads_no_compiler():
 
 
 @pytest.mark.parametrize(
-    "file", [f for f in FILES if f.startswith(("plan/", "model/", "choose/", "scale/"))]
+    "file",
+    [
+        f
+        for f in FILES
+        if f.startswith(("plan/", "schedules/", "model/", "choose/", "scale/")) or "/plan_" in f
+    ],
 )
 def test_modules_have_docstrings_and_no_second_idea(file: str):
     source = FILES[file].read_text()

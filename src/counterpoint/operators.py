@@ -15,20 +15,27 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
-# by operator, those of gradients included: the module of plan/ that declares it, and its name there
-DECLARED = {
-    name: (name, "OPERATION") for name in (
-        "all_gather_attention", "all_gather_attention_backward", "all_gather_matmul",
-        "all_gather_matmul_backward", "all_gather_matmul_wgrad", "all_reduce_norm",
-        "embedding_bag_all_to_all", "matmul_all_reduce", "matmul_reduce_scatter",
-        "matmul_reduce_scatter_backward",
-    )
-} | {
-    "all_to_all_matmul": ("expert_operators", "DISPATCH"),
-    "matmul_all_to_all": ("expert_operators", "COMBINE"),
+# by operator, those of gradients included: its family's folder; the plan_ file of its name there
+# declares it as OPERATION
+FAMILIES = {
+    name: family for family, names in {
+        "attention": ("all_gather_attention", "all_gather_attention_backward"),
+        "embedding": ("embedding_bag_all_to_all",),
+        "experts": ("all_to_all_matmul", "matmul_all_to_all"),
+        "norms": ("all_reduce_norm",),
+        "tensor_parallel": (
+            "all_gather_matmul", "all_gather_matmul_backward", "all_gather_matmul_wgrad",
+            "matmul_all_reduce", "matmul_reduce_scatter", "matmul_reduce_scatter_backward",
+        ),
+    }.items() for name in names
 }  # fmt: skip
 # what a plan may be of, and no user calls
-INNER = {name: (name, "OPERATION") for name in ("gather_shards", "pipeline", "scatter_shards")}
+INNER = {"gather_shards": "fsdp", "pipeline": "resources", "scatter_shards": "fsdp"}
+# where the file does not have the operator's name
+ELSEWHERE = {
+    "all_to_all_matmul": ("plan_operators", "DISPATCH"),
+    "matmul_all_to_all": ("plan_operators", "COMBINE"),
+}
 
 GROUP = "str plan, str group_name, int group_size"
 ROWS = "str plan, int[] rows, str group_name, int group_size"
@@ -47,13 +54,13 @@ SCHEMAS = {
         "activated_gradient(Tensor dy, Tensor h, Tensor? up, str activation, Tensor? counts, "
         "int rank) -> Tensor[]",
     ),
-    "ops.all_gather_attention": (
+    "attention.all_gather_attention": (
         f"all_gather_attention(Tensor q, Tensor k, Tensor v, bool causal, float scale, {GROUP}, "
         f'str layout="bshd", {GRAD}) -> (Tensor, Tensor)',
         f"all_gather_attention_backward(Tensor[] given, bool causal, float scale, {GROUP}) -> "
         "Tensor[]",
     ),
-    "ops.all_gather_matmul": (
+    "tensor_parallel.all_gather_matmul": (
         f"all_gather_matmul(Tensor x, Tensor w, Tensor? bias, {ROWS}, {SCALES}, "
         f"int gather_dim=0, {GRAD}) -> Tensor",
         f"all_gather_matmul_list(Tensor x, Tensor[] w, {ROWS}, int gather_dim=0, {GRAD}) -> "
@@ -63,8 +70,8 @@ SCHEMAS = {
         "all_gather_matmul_activated(Tensor x, Tensor[] w, Tensor? bias, str activation, "
         f"{ROWS}, {SCALES}, Tensor? up_scale=None, int gather_dim=0) -> Tensor",
     ),
-    "ops.all_reduce_norm": (f"all_reduce_norm({NORM}, str plan, str group_name) -> Tensor[]",),
-    "ops.backward": (
+    "norms.all_reduce_norm": (f"all_reduce_norm({NORM}, str plan, str group_name) -> Tensor[]",),
+    "tensor_parallel.backward": (
         f"all_gather_matmul_backward(Tensor[] dy, Tensor x, Tensor[] w, {ROWS}, int rank) -> "
         "Tensor[]",
         f"matmul_reduce_scatter_backward(Tensor dy, Tensor x, Tensor w, {ROWS}, int rank) -> "
@@ -72,38 +79,38 @@ SCHEMAS = {
         f"all_gather_matmul_wgrad(Tensor x, Tensor[] dy, bool transposed, {ROWS}, int rank) -> "
         "Tensor[]",
     ),
-    "ops.embedding_autograd": (
+    "embedding.autograd": (
         "embedding_bag_gradients(Tensor dy, Tensor[] tables, Tensor indices, Tensor offsets, "
         "Tensor? weights, bool last, bool mean, int[] dims, int[] batch, int rank, "
         "str group_name, str of_tables, bool of_weights) -> Tensor[]",
     ),
-    "ops.embedding_bag_all_to_all": (
+    "embedding.embedding_bag_all_to_all": (
         "embedding_bag_all_to_all(Tensor[] tables, Tensor indices, Tensor offsets, "
         "Tensor? weights, Tensor? anchor, bool mean, bool last, bool sparse, int[] dims, "
         "int[] batch, ScalarType dtype, int rank, str plan, str group_name, str update, "
         "Tensor? rates, Tensor[] sums) -> Tensor",
     ),
-    "ops.embedding_updates": (
+    "embedding.updates": (
         "embedding_bag_update(Tensor dy, Tensor(a!)[] tables, Tensor(b!)[] sums, Tensor rates, "
         "Tensor indices, Tensor offsets, Tensor? weights, bool last, bool mean, str kind, "
         "int[] dims, int[] batch, int rank, str group_name, bool of_weights) -> (Tensor, "
         "Tensor)",
     ),
-    "ops.exchange_counts": (
+    "experts.routes.exchange_counts": (
         "exchange_counts(Tensor counts, str group_name, int group_size) -> Tensor",
     ),
-    "ops.exchange_routes": (
+    "experts.routes.exchange_routes": (
         "exchange_routes(Tensor experts, Tensor weights, int num_experts, SymInt? max_rows, "
         f"int islands, bool drops, str group_name, int group_size, {GRAD}) -> (Tensor, Tensor, "
         "Tensor, Tensor, Tensor)",
         "weights_back(Tensor each, Tensor numbers, Tensor lists, SymInt tokens, SymInt top, "
         "bool on_device, str group_name, int group_size) -> Tensor",
     ),
-    "ops.expert_gradients": (
+    "experts.gradients": (
         "experts_weight_gradient(Tensor x, Tensor dy, Tensor counts, bool transposed, "
         "str group_name, int group_size) -> Tensor",
     ),
-    "ops.expert_operators": (
+    "experts.operators": (
         "all_to_all_matmul(Tensor x, Tensor w, Tensor counts, SymInt rows, bool host, "
         f"bool keep, bool shown, bool clear, {GROUP}, {GRAD}) -> (Tensor, Tensor)",
         "matmul_all_to_all(Tensor x, Tensor w, Tensor counts, Tensor? add, SymInt rows, "
@@ -111,35 +118,35 @@ SCHEMAS = {
         "matmul_all_to_all_sum(Tensor x, Tensor w, Tensor counts, Tensor index, Tensor weights, "
         f"SymInt rows, bool host, bool keep, {GROUP}, {GRAD}) -> (Tensor, Tensor)",
     ),
-    "ops.matmul_all_reduce": (
+    "tensor_parallel.matmul_all_reduce": (
         f'matmul_all_reduce(Tensor x, Tensor w, Tensor? bias, {GROUP}, {SCALES}, str behind="") '
         "-> Tensor",
     ),
-    "ops.matmul_reduce_scatter": (
+    "tensor_parallel.matmul_reduce_scatter": (
         f"matmul_reduce_scatter(Tensor x, Tensor w, Tensor? bias, {ROWS}, int rank, {SCALES}, "
         f"int scatter_dim=0, {GRAD}) -> Tensor",
         f"matmul_reduce_scatter_sum(Tensor[] x, Tensor[] w, {ROWS}, int rank) -> Tensor",
     ),
-    "ops.norms": (f"add_norm({NORM}) -> Tensor[]",),
-    "ops.routed_experts": (
+    "norms.norms": (f"add_norm({NORM}) -> Tensor[]",),
+    "experts.routed_operators": (
         "all_to_all_matmul_routed(Tensor x, Tensor w, Tensor counts, Tensor routes, "
         f"Tensor lists, SymInt rows, bool keep, SymInt top, {GROUP}, {GRAD}) -> (Tensor, Tensor)",
         "matmul_all_to_all_routed(Tensor x, Tensor w, Tensor counts, Tensor routes, "
         f"Tensor lists, Tensor? weights, Tensor? add, SymInt tokens, SymInt top, {GROUP}, "
         f"{GRAD}) -> Tensor",
     ),
-    "ops.router": (
+    "experts.routes.router": (
         "choose_experts(Tensor logits, int top_k, bool renormalize) -> (Tensor, Tensor)",
         "choose_experts_gradient(Tensor dweights, Tensor weights, Tensor experts, "
         "Tensor logits, bool renormalize) -> Tensor",
         "order_by_expert(Tensor experts, int num_experts) -> (Tensor, Tensor, Tensor)",
     ),
-    "ops.token_sums": (
+    "experts.fused.sums": (
         "token_sum(Tensor rows, Tensor index) -> Tensor",
         "token_sum_gradient(Tensor dout, Tensor index, Tensor weights, SymInt rows, Tensor? y) "
         "-> (Tensor, Tensor)",
     ),
-    "ops.weighted_rows": (
+    "experts.fused.weighted_rows": (
         "weighted_rows(Tensor rows, Tensor weights, Tensor? other, Tensor? counts, "
         "str group_name) -> (Tensor, Tensor)",
     ),
@@ -173,18 +180,18 @@ IMPLEMENTED: dict[str, Implementation] = {}
 
 @cache
 def _declared(op: str) -> Any:
-    module, name = (DECLARED | INNER)[op]
-    return getattr(import_module(f"counterpoint.plan.{module}"), name)
+    module, name = ELSEWHERE.get(op, (f"plan_{op}", "OPERATION"))
+    return getattr(import_module(f"counterpoint.{(FAMILIES | INNER)[op]}.{module}"), name)
 
 
 def declaration(op: object) -> Any:
     """What plans of an operator are made of, an Operation of plan/operation.py; None: no such."""
-    return _declared(op) if isinstance(op, str) and op in DECLARED | INNER else None
+    return _declared(op) if isinstance(op, str) and op in FAMILIES | INNER else None
 
 
 def op_names() -> tuple[str, ...]:
     """All operators, those of gradients included, in alphabetical order."""
-    return tuple(sorted(DECLARED))
+    return tuple(sorted(FAMILIES))
 
 
 def implementation(op: str) -> Implementation:

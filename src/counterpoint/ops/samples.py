@@ -1,7 +1,7 @@
 """Calls of an operator on random tensors, by its problem alone: what is tuned and compared.
 
-Tensors are those that the operator's declaration names. An `ops/<op>.py` whose tensors say more
-than their sizes (indices, counts) has a `sample` of its own.
+Tensors are those that the operator's declaration names. An operator's file whose tensors say
+more than their sizes (indices, counts) has a `sample` of its own.
 """
 
 from collections.abc import Callable
@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from counterpoint.operators import FAMILIES
 from counterpoint.ops.call import Operator, prepare
 from counterpoint.plan.scaled import SCALE, operands_of
 from counterpoint.problem import Problem
@@ -38,7 +39,7 @@ class Sample(NamedTuple):
 def sample_of(problem: Problem, group: dist.ProcessGroup, device: torch.device) -> Sample:
     """Random calls for `problem` on this rank; all ranks of the group ask alike."""
     forward = problem.op.removesuffix("_backward").removesuffix("_wgrad")
-    module: Any = import_module(f"counterpoint.ops.{forward}")
+    module: Any = import_module(f"counterpoint.{FAMILIES[forward]}.{forward}")
     if hasattr(module, "sample"):
         return module.sample(problem, group, device)
     return sample_by(operator_of(problem.op), problem, group, device)
@@ -47,7 +48,7 @@ def sample_of(problem: Problem, group: dist.ProcessGroup, device: torch.device) 
 def operator_of(op: str) -> Operator:
     """The declaration of a matmul operator, or of a gradient, which stands beside its forward's."""
     forward = op.removesuffix("_backward").removesuffix("_wgrad")
-    import_module(f"counterpoint.ops.{forward}")
+    import_module(f"counterpoint.{FAMILIES[forward]}.{forward}")
     return Operator.known[op]
 
 
