@@ -19,11 +19,11 @@ ROOT = Path(__file__).parent.parent
 HOUSE = ROOT / "src" / "counterpoint"
 # lines of code of each folder, as they are: a change that needs more says why, and edits this table
 CODE = {
-    ".": 1679, "adapters": 2374, "advice": 1376, "attention": 896, "choose": 629, "cli": 2375,
-    "embedding": 2331, "experts": 5497, "fsdp": 2005, "gpu": 1003, "group": 2331,
-    "kernels": 591, "measure": 2096, "model": 667, "nn": 1000, "norms": 931, "ops": 1640,
-    "plan": 2058, "resources": 1429, "run": 2002, "scale": 3051, "schedules": 1003,
-    "tensor_parallel": 2045, "testing": 350,
+    ".": 1696, "adapters": 2374, "advice": 1376, "attention": 878, "choose": 630, "cli": 2375,
+    "embedding": 2333, "experts": 5525, "fsdp": 2005, "gpu": 1005, "group": 2331,
+    "kernels": 629, "measure": 2096, "model": 666, "nn": 1000, "norms": 931, "ops": 1640,
+    "plan": 2069, "resources": 1429, "run": 1994, "scale": 3051, "schedules": 1003,
+    "tensor_parallel": 2009, "testing": 350,
 }  # fmt: skip
 CODE_OF_BENCHMARKS = 12922
 SLACK = 30  # lines by which a folder may be smaller than its ceiling before that is lowered
@@ -37,13 +37,8 @@ LONG = {
 }  # fmt: skip
 # the first file of each circle, and how many it has
 CIRCLES = {"measure/draw.py": 2, "measure/draw_step.py": 2, "plan/attended.py": 11}
-# what knows no family of operators; and where it still does, which becomes less
+# what knows no family of operators
 CORE = ("choose/", "gpu/", "group/", "kernels/", "model/", "ops/", "plan/", "run/", "schedules/")
-ARROWS = {
-    "choose/slices.py": 1, "gpu/copy_engine.py": 1, "kernels/invariant_matmul.py": 1,
-    "model/work.py": 1, "ops/call.py": 1, "run/activated.py": 1, "run/compute.py": 2,
-    "run/execute_cpu.py": 3, "run/execute_cuda.py": 2,
-}  # fmt: skip
 # what users and frameworks name, where no file of the library does
 DOORS = ("adapters/", "cli/", "testing/", "device.py", "__main__.py")
 
@@ -135,13 +130,13 @@ def test_circles_of_imports_do_not_grow():
     assert circles(ROOT / "benchmarks") == {}
 
 
-def test_the_core_knows_few_families():
+def test_the_core_knows_no_family():
     families = set(FAMILIES.values())
     found = {
-        file: len(known) for file, named in imports(HOUSE).items() if file.startswith(CORE)
+        file: known for file, named in imports(HOUSE).items() if file.startswith(CORE)
         if (known := {each for each in named if each.partition("/")[0] in families})
     }  # fmt: skip
-    assert found == ARROWS
+    assert not found
 
 
 def test_the_library_has_nothing_that_nobody_reaches():

@@ -29,6 +29,12 @@ FP8_RATE = 1.8
 # time of our own matmul, of batch-invariant plans, against the library's: the middle of what
 # Llama-3's layers take at so many rows, 0.87 to 1.05, 1.01 to 1.29 and 0.98 to 1.05; H200, 2026-11
 OWN_MATMUL = ((64, 0.96), (256, 1.15), (8192, 1.01))
+# of the rate of the matmul library: cuDNN's attention at 128 columns a head, one H200
+ATTENTION_RATE, BACKWARD_RATE = 0.85, 0.7
+# what a call of its backward takes beside matmuls: a tail, and passes over bf16 dy and y and a dq
+# that is summed in fp32, then rounded, for each element of q; the same GPU, 8k tokens
+BACKWARD_CALL_S, BACKWARD_PASSES = 25e-6, 14  # bytes
+BACKWARD_MATMULS = 5  # for the two of a forward
 ROW_BYTES = 1400  # that a row of a strided copy costs beside its own; 4xH200, 2 KiB rows, 2026-11
 
 Collective = Literal["all_gather", "reduce_scatter"]
@@ -136,6 +142,22 @@ class Costs:
     def memory_s(self, num_bytes: int) -> float:
         """Seconds of a kernel that reads and writes `num_bytes` in all."""
         return self.kernel_s + num_bytes / self.hbm_bytes_per_s
+
+    def attention_s(self, queries: int, keys: float, cols: int, *, backward: bool = False) -> float:
+        """Seconds of a call of the library's attention.
+
+        Args:
+            queries: rows of them.
+            keys: that a query attends to, in the mean.
+            cols: of the queries, of all heads.
+            backward: of its gradients.
+        """
+        elements = queries * cols
+        if not backward:
+            return self.kernel_s + 4 * elements * keys / (ATTENTION_RATE * self.gemm_flop_per_s)
+        flop = 2 * BACKWARD_MATMULS * elements * keys
+        passes_s = BACKWARD_CALL_S + self.memory_s(BACKWARD_PASSES * elements)
+        return passes_s + flop / (BACKWARD_RATE * self.gemm_flop_per_s)
 
     def collective_s(self, kind: Collective, received_bytes: int) -> float:
         """Seconds of the library's all-gather or reduce-scatter."""

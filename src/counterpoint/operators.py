@@ -31,6 +31,8 @@ FAMILIES = {
 }  # fmt: skip
 # what a plan may be of, and no user calls
 INNER = {"gather_shards": "fsdp", "pipeline": "resources", "scatter_shards": "fsdp"}
+# whose steps have kinds, or read operands, that only the family knows: the module that runs them
+STEPS = {"attention": "attention.steps", "experts": "experts.steps"}
 # where the file does not have the operator's name
 ELSEWHERE = {
     "all_to_all_matmul": ("plan_operators", "DISPATCH"),
@@ -187,6 +189,13 @@ def _declared(op: str) -> Any:
 def declaration(op: object) -> Any:
     """What plans of an operator are made of, an Operation of plan/operation.py; None: no such."""
     return _declared(op) if isinstance(op, str) and op in FAMILIES | INNER else None
+
+
+@cache
+def own_steps(op: str) -> Any:
+    """What runs steps that only an operator's family knows: its `actions`; None: it has none."""
+    module = STEPS.get((FAMILIES | INNER)[op])
+    return module and import_module(f"counterpoint.{module}")
 
 
 def op_names() -> tuple[str, ...]:

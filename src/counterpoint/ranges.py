@@ -289,3 +289,8 @@ def _shown(value: object) -> str:
     except ValueError:  # more digits than Python writes
         return "a number of thousands of digits"
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def next_power_of_2(number: int) -> int:
+    """The least power of 2 that is not below a number."""
+    return 1 << max(number - 1, 0).bit_length()

@@ -17,11 +17,12 @@ from counterpoint.norms.kernel_all_reduce_norm import all_reduce_norm_kernel
 from counterpoint.norms.norms import QUANTIZED
 from counterpoint.plan.families import build, parse
 from counterpoint.problem import Problem
+from counterpoint.ranges import next_power_of_2
 from counterpoint.run.launch import RESERVED_SMS, Grid
 from counterpoint.run.launch_collective import BLOCKS, NUM_WARPS, block_of
 from counterpoint.tensor_parallel.kernel_matmul_all_reduce import matmul_all_reduce_kernel
 from counterpoint.tensor_parallel.launch_fused_sum import SHOTS
-from counterpoint.tensor_parallel.plan_fused_sum import Settings, padded, rows_of_tile, settings_of
+from counterpoint.tensor_parallel.plan_fused_sum import Settings, rows_of_tile, settings_of
 from counterpoint.testing.ptx import Compiled, lines_with
 
 SMS = 132  # of H200
@@ -39,7 +40,7 @@ def norm(p: Problem, spec: str, capability: int = 90) -> Compiled:
         pointers={"i32": "x state", "fp8e4nv": "y" * bool(p.quantized)},
         sizes="N part half_bytes", WORLD=p.ranks, TWO_SHOT=two, LAYER=p.norm == "layer",
         HAS_RESIDUAL=p.residual, HAS_BIAS=p.bias, FP8=QUANTIZED[p.quantized], DTYPE=tl.bfloat16,
-        BLOCK=padded(plan_all_reduce_norm.row_words(p) // (p.ranks if two else 1)),
+        BLOCK=next_power_of_2(plan_all_reduce_norm.row_words(p) // (p.ranks if two else 1)),
         NUM_WARPS=settings.num_warps, IN_ORDER=p.invariant,
     )  # fmt: skip
 
@@ -71,9 +72,10 @@ def test_a_layer_norm_in_fp8_does_so_too(spec: str, quantized: str):
 def alone(p: Problem) -> Compiled:
     """The kernel of rows that are in memory, as it is launched."""
     return code(
-        add_norm_kernel, sizes="N", num_warps=max(1, min(16, padded(p.n) // 512)), options=OPTIONS,
+        add_norm_kernel, sizes="N", options=OPTIONS,
+        num_warps=max(1, min(16, next_power_of_2(p.n) // 512)),
         LAYER=p.norm == "layer", HAS_RESIDUAL=p.residual, HAS_BIAS=p.bias,
-        FP8=QUANTIZED[p.quantized], WHOLE=True, BLOCK=padded(p.n),
+        FP8=QUANTIZED[p.quantized], WHOLE=True, BLOCK=next_power_of_2(p.n),
     )  # fmt: skip
 
 
@@ -92,7 +94,9 @@ def test_a_row_is_added_up_in_one_order_by_both_kernels(kind: str, n: int):
     p = Problem("all_reduce_norm", 8, n, **facts, invariant=True)  # type: ignore[arg-type]
     both = norm(p, "fused"), alone(p)
     one, other = map(pairs, both)
-    assert one == other and len(one) == (padded(n).bit_length() - 1) * (1 + (kind == "layer"))
+    assert one == other and len(one) == (next_power_of_2(n).bit_length() - 1) * (
+        1 + (kind == "layer")
+    )
     assert not any(re.search(r"\bfma\.", found.ptx) for found in both)
 
 
@@ -129,7 +133,7 @@ def product(
         matmul_all_reduce_kernel, capability, dtype=dtype, types={"half_bytes": "i64"},
         sizes="N K stride_xm stride_wk stride_wn half_bytes", num_warps=settings.num_warps,
         num_stages=settings.stages, WORLD=ranks, SHOTS=SHOTS[settings.shots],
-        SCATTER=settings.shots == "scatter", HAS_BIAS=False, IN_ORDER=False, OWN=padded(m),
+        SCATTER=settings.shots == "scatter", HAS_BIAS=False, IN_ORDER=False, OWN=next_power_of_2(m),
         BLOCK_N=settings.block_n, BLOCK_K=settings.block_k, EVEN_N=True, EVEN_K=True,
         STAGES=settings.stages, NUM_WARPS=settings.num_warps, **one,
     )  # fmt: skip

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping
 from math import gcd
 from typing import Any, NamedTuple
 
-from counterpoint.attention import plan_seconds
 from counterpoint.machine import Machine
 from counterpoint.plan.bind import Box
 from counterpoint.plan.names import LANES, Y, collective, in_one_lane
@@ -282,6 +281,11 @@ def candidates(p: Problem) -> tuple[str, ...]:
     return "serial", *(f"shard_p2p {peers}" for peers in orders(p.ranks)), "shard_p2p ring chunks=2"
 
 
+def computed_s(p: Problem, machine: Machine, *, backward: bool = False) -> float:
+    """Seconds of all attention of a rank."""
+    return machine.costs.attention_s(p.rows[0], p.m / (1 + p.causal), p.n, backward=backward)
+
+
 OPERATION = Operation(
     operands=operands,
     definition=definition,
@@ -301,5 +305,5 @@ OPERATION = Operation(
     gradient="shard_p2p",
     filled=filled,
     described=described,
-    computed_s=plan_seconds.computed_s,
+    computed_s=computed_s,
 )

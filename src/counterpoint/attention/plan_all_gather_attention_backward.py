@@ -15,13 +15,13 @@ from counterpoint.attention.plan_all_gather_attention import (
     Item,
     attended_rows,
     both,
+    computed_s,
     described,
     filled,
     keys_of,
     lse,
     shards,
 )
-from counterpoint.attention.plan_seconds import computed_s
 from counterpoint.machine import Machine
 from counterpoint.plan.bind import Box
 from counterpoint.plan.names import LANES, OWN, collective, in_one_lane

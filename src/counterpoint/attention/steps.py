@@ -4,7 +4,7 @@ Queries are taken some rows at a time where a result is merged: what is not merg
 more memory than the keys of a shard, and is in the cache when it is.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
@@ -14,7 +14,8 @@ from torch import Tensor
 from counterpoint.attention.kernel_merge import merge_attention_kernel
 from counterpoint.errors import UnsupportedError
 from counterpoint.group.workspace import Action, Operands, Place, Places
-from counterpoint.plan.bind import BoundStep, Part, Program, bind
+from counterpoint.plan.bind import BoundStep, Part, bind
+from counterpoint.plan.launches import made_whole
 
 aten: Any = torch.ops.aten
 MERGED_ROWS = 32  # of one program
@@ -156,24 +157,20 @@ def library_of(places: Places, like: Operands | None) -> Library:
     raise UnsupportedError(f"{p.op}: torch has no attention for {p} on this GPU")
 
 
+def actions(
+    bounds: Sequence[BoundStep], places: Places, like: Operands | None
+) -> list[Action] | None:
+    """Of an attention or its gradients; None: of any other step."""
+    (bound, *_), kinds = bounds, {"attention": attention, "attention_backward": attention_backward}
+    own = kinds.get(bound.step.kind)
+    return own(bound, places, like) if own else None
+
+
 def attention(bound: BoundStep, places: Places, like: Operands | None) -> list[Action]:
     """y and lse by some keys, merged into what is there if the step merges."""
     library, merges = library_of(places, like), bound.step.accumulates
     pairs = zip(bound.parts[::2], bound.parts[1::2], strict=True)
     return [_attention(y, lse, places, library, merges=merges) for y, lse in pairs]
-
-
-def made_whole(program: Program) -> set[str]:
-    """Outputs that one step makes whole: what the library returns takes their places."""
-    buffers = {b.name for b in program.plan.buffers if b.space == "output"}
-    rows = program.plan.problem.rows[program.rank]
-    return {
-        part.write.buffer
-        for bound in program.steps
-        if bound.step.kind == "attention" and not bound.step.accumulates
-        for part in bound.parts
-        if part.write.buffer in buffers and part.write.shape[0] == rows
-    }
 
 
 def _attention(part: Part, beside: Part, places: Places, library: Library, *,

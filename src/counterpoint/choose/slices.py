@@ -3,7 +3,6 @@
 from typing import NamedTuple
 
 from counterpoint.choose.gains import MARGINS, MIN_GAIN_S
-from counterpoint.embedding.plan_slices import backward_s, slice_s
 from counterpoint.machine import Machine
 from counterpoint.problem import Problem
 
@@ -31,6 +30,8 @@ def slices_of(problem: Problem, machine: Machine) -> Slices:
 
     More than one where that is predicted to gain as much as another plan has to over serial.
     """
+    assert problem.operation.sliced_s, "an operator whose backward is in one piece"
+    backward_s, slice_s = problem.operation.sliced_s
     whole_s = backward_s(problem, machine, 1)
     seconds = {1: whole_s}
     own = slice_s(problem, machine, [sum(dims) for dims in problem.tables])

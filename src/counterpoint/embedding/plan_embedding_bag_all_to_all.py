@@ -10,6 +10,7 @@ from itertools import groupby
 
 from counterpoint.embedding import plan_islands
 from counterpoint.embedding.plan_seconds import lookups_s, mean_bag, seconds
+from counterpoint.embedding.plan_slices import backward_s, slice_s
 from counterpoint.errors import InputError
 from counterpoint.machine import Machine
 from counterpoint.plan.bind import Box
@@ -176,4 +177,5 @@ OPERATION = Operation(
     described=described,
     exchange_s=lambda p, machine: seconds(p, machine).exchange_s,
     computed_s=lambda p, machine: seconds(p, machine).lookup_s,
+    sliced_s=(backward_s, slice_s),
 )

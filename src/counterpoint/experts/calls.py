@@ -73,7 +73,7 @@ class ExpertLayer:
     """The calls of layers of equal sizes over one group.
 
     Attributes:
-        forwards: see expert_forward.py.
+        forwards: see forward.py.
     """
 
     def __init__(self, workspace: Workspace, facts: Facts) -> None:
@@ -163,7 +163,7 @@ class ExpertLayer:
         """The rows [R, D] of tokens that have come.
 
         Args:
-            lists: counts, firsts and lists of routes: see device_routes.py.
+            lists: counts, firsts and lists of routes: see routes/on_device.py.
         """
         counts, _, every = lists
         rows, sizes = self.facts.max_rows, self.sizes

@@ -32,7 +32,7 @@ class Made(NamedTuple):
     """What a forward has made: routes, tokens that have come where they are kept, and results.
 
     Args:
-        received: tokens that have come [all, D], perhaps of no columns: see device_routes.py.
+        received: tokens that have come [all, D], perhaps of no columns: see routes/on_device.py.
         products, hidden: of gate and up [R, 2 I], perhaps of no columns, and silu(gate) * up.
         calls: of each of the three operators how many calls of the group there had been then.
     """

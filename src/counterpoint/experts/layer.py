@@ -4,7 +4,7 @@ It does what `exchange_routes`, `all_to_all_matmul`, SwiGLU and `matmul_all_to_a
 max_rows, and their gradients, without asking again what was known, and without torch's dispatcher
 between them. The calls of the group are theirs, in their order: so one rank may come here while
 another one goes by the operators, as under a compiler or a mode of torch's. A forward whose calls
-are known is launched at once: see expert_forward.py.
+are known is launched at once: see forward.py.
 
 In shapes: T tokens, K experts of each, E experts of all ranks, D features, I hidden, R max_rows.
 """
@@ -25,7 +25,7 @@ from counterpoint.ops.plans import backward_plan
 from counterpoint.ops.register import its_backward, refuse_double
 
 Grads = tuple[Tensor | None, ...]
-Lists = tuple[Tensor, Tensor, Tensor]  # counts, firsts and lists of routes: see device_routes.py
+Lists = tuple[Tensor, Tensor, Tensor]  # counts, firsts and lists of routes: see routes/on_device.py
 
 
 class Route(NamedTuple):

@@ -1,7 +1,7 @@
 """What plans of experts share: rows by owner or by expert, exchanges of a group, its matmuls.
 
-expert_groups.py has the plans inside an island, expert_islands.py those of several, and
-expert_operators.py the two operators.
+plan_groups.py has the plans inside an island, plan_islands.py those of several, and
+plan_operators.py the two operators.
 
 A step is a group of experts with all its peers: its copies carry what all ranks have for these
 experts, or what these have made for all ranks, and each weight is read once. So every step is an
@@ -258,7 +258,7 @@ def definition(p: Problem, rank: int, *, dispatches: bool) -> Iterator[tuple[Box
 
 
 def _rail(p: Problem, rank: int, *, dispatches: bool) -> Iterator[tuple[Box, Value]]:
-    """The buffer `rail` of expert_islands.py: block i, q is of the rank of this place in island i.
+    """The buffer `rail` of plan_islands.py: block i, q is of the rank of this place in island i.
 
     It is its rows for place q of this island, or what that has made of them.
     """

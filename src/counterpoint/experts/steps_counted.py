@@ -1,6 +1,6 @@
 """Steps that read the operand "counts": all-to-alls, copies and matmuls of the rows that it says.
 
-They are laid out on the host, so the table is there. How rows lie: rows_of_experts.py.
+They are laid out on the host, so the table is there. How rows lie: rows.py.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,7 +1,7 @@
 """Steps that read the operand "routes": rows of tokens, picked, sent and summed.
 
-Where blocks lie, and which rows are in them: routes.py. What travels has no gaps. A spread is one
-gather, a fold one sum, of neighbouring rows at a time; tables are on the host, lists beside x.
+Where blocks lie, and which rows are in them: routes/lists.py. What travels has no gaps. A spread is
+one gather, a fold one sum, of neighbouring rows at a time; tables are on the host, lists beside x.
 """
 
 from collections.abc import Callable, Iterator

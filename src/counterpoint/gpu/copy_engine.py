@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from counterpoint.experts.steps_counted import boxes
 from counterpoint.gpu import driver
 from counterpoint.gpu.driver import Copy
 from counterpoint.group.workspace import Operands, Places
@@ -15,12 +14,15 @@ from counterpoint.problem import ITEM_BYTES
 Address = Callable[[Operands], int]
 # target and its pitch, source and its pitch, width and height: of a Copy, in bytes and rows
 Strided = tuple[Address, int, Address, int, int, int]
+Boxes = Callable[[Operands], list[tuple[Box, Box]]]  # what a call copies, and where it goes
 Enqueue = Callable[[Operands, int, bool], None]  # operands, stream handle, capturing
 
 MAX_PITCH_BYTES = (1 << 31) - 1  # what CUDA says of every device
 
 
-def copies(bound: BoundStep, places: Places, posts: Sequence[Copy]) -> Enqueue:
+def copies(
+    bound: BoundStep, places: Places, posts: Sequence[Copy], found: Boxes | None = None
+) -> Enqueue:
     """Enqueue all parts of a copy step, and behind them its signals.
 
     Parts equally far apart are one strided copy. Copies are one batch where that can be, and so
@@ -28,8 +30,8 @@ def copies(bound: BoundStep, places: Places, posts: Sequence[Copy]) -> Enqueue:
     A signal is a copy of the epoch word into a peer's pad. 4xH200, 2026-11: it adds 1 us to a
     4 MiB push, a kernel in its place 8 to 9 us.
     """
-    if bound.step.counted:
-        return _counted(bound, places, posts)
+    if found:
+        return _found(found, places, posts)
     parts = [part for run in runs(bound, places.plan) for part in _of_run(run, places)]
 
     def enqueue(operands: Operands, stream: int, capturing: bool) -> None:
@@ -40,9 +42,9 @@ def copies(bound: BoundStep, places: Places, posts: Sequence[Copy]) -> Enqueue:
     return enqueue
 
 
-def _counted(bound: BoundStep, places: Places, posts: Sequence[Copy]) -> Enqueue:
+def _found(found: Boxes, places: Places, posts: Sequence[Copy]) -> Enqueue:
     """The copies of a step whose rows an operand of a call says."""
-    found, item_bytes = boxes(bound, places), places.plan.problem.item_bytes
+    item_bytes = places.plan.problem.item_bytes
     bases: dict[tuple[int, str], int] = {}
 
     def base(box: Box) -> int:

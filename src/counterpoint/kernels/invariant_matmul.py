@@ -5,7 +5,7 @@ dtype of y before an activation, as they are where they are stored in between.
 
 Each cell of a product is one chain of sums over K, from its first number to its last, in fp32,
 rounded once: it is never split, and tensor cores take 16 numbers at a time. So the tile may be
-chosen for M; and the kernel, too, as few rows are multiplied by the code of matmul_all_reduce.py.
+chosen for M; and the kernel, too, as few rows are multiplied by matmul.py.
 All have the same bits: on an H200, by wgmma as by mma.sync, and with either operand as the long
 side.
 """
@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from counterpoint.kernels.activation import activated
-from counterpoint.tensor_parallel.kernel_matmul_all_reduce import partial_tile, store_tile
+from counterpoint.kernels.matmul import partial_tile, store_tile
 
 
 @triton.jit(do_not_specialize=["M"])

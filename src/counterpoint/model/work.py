@@ -3,7 +3,6 @@
 from collections import Counter
 from typing import NamedTuple
 
-from counterpoint.attention.plan_seconds import attention_s
 from counterpoint.costs import Collective, Tiles, own_matmul
 from counterpoint.errors import PlanError
 from counterpoint.machine import LinkSpec, Machine
@@ -128,8 +127,8 @@ def _attention_s(bound: BoundStep, plan: Plan, machine: Machine) -> float:
         if part.write.buffer != first:
             continue
         (queries, cols), (keys, _) = part.reads[0].shape, part.reads[1].shape
-        seconds += attention_s(machine, queries, keys / (1 + part.diagonal), cols,
-                               backward=backward)  # fmt: skip
+        mean_keys = keys / (1 + part.diagonal)
+        seconds += costs.attention_s(queries, mean_keys, cols, backward=backward)
         if bound.step.accumulates:
             y_bytes = _num_bytes(plan, part.write)
             seconds += costs.memory_s(2 * y_bytes + _num_bytes(plan, part.reads[0]))

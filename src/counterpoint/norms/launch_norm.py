@@ -14,10 +14,10 @@ from counterpoint.norms.kernel_all_reduce_norm import all_reduce_norm_kernel
 from counterpoint.norms.norms import NAMES, Norm
 from counterpoint.norms.plan_all_reduce_norm import OP, row_words, settings_in
 from counterpoint.problem import Problem
+from counterpoint.ranges import next_power_of_2
 from counterpoint.run.fused import fused_memory
 from counterpoint.run.launch import Grid, Launch, Site, register
 from counterpoint.run.launch_collective import DTYPES, words
-from counterpoint.tensor_parallel.plan_fused_sum import padded
 
 
 def norm_of(p: Problem) -> Norm:
@@ -54,7 +54,7 @@ def prepare(site: Site) -> Action:
         "M": p.m, "N": p.n, "part": part, "half_bytes": memory.words.half_bytes,
         "rank": workspace.rank, "tag": site.tag, "timeout_ns": int(workspace.timeout_s * 1e9),
         "WORLD": p.ranks, "TWO_SHOT": two, "DTYPE": DTYPES[p.dtype], "IN_ORDER": p.invariant,
-        "BLOCK": padded(part), "NUM_WARPS": settings.num_warps,
+        "BLOCK": next_power_of_2(part), "NUM_WARPS": settings.num_warps,
     }  # fmt: skip
     launch = Launch(
         all_reduce_norm_kernel, norms.GIVEN, fixed, Grid(p.m), workspace.device, OP,

@@ -23,10 +23,10 @@ from counterpoint.plan.operation import (
 from counterpoint.plan.steps import Buffer, Plan, Region, Step
 from counterpoint.plan.values import Cell, Row, Value, normal
 from counterpoint.problem import ITEM_BYTES, Problem
+from counterpoint.ranges import next_power_of_2
 from counterpoint.schedules import direct
 from counterpoint.schedules.invariant import even_parts
 from counterpoint.schedules.sizes import check_none
-from counterpoint.tensor_parallel.plan_fused_sum import padded
 
 OP = "all_reduce_norm"
 FP8 = "float8_e4m3fn"
@@ -131,7 +131,7 @@ def settings_of(p: Problem, options: Options) -> Settings:
         InputError: a row does not fit, or ranks do not share it evenly.
     """
     words = row_words(p)
-    fits = p.ranks * padded(words) <= SUMMED_WORDS
+    fits = p.ranks * next_power_of_2(words) <= SUMMED_WORDS
     shared = _two_shot(p)
     sent = p.m * words * 4 * (p.ranks - 1)
     # two ranks send as many bytes either way
@@ -145,7 +145,7 @@ def settings_of(p: Problem, options: Options) -> Settings:
         good = ["one_shot"] * fits + ["two_shot"] * shared
         want = f"a spec of {' or '.join(good)} for such rows"
         raise InputError(p.op, "plan", want=want, got=repr(options.spec))
-    taken = padded(words) if shots == "one_shot" else padded(words // p.ranks)
+    taken = next_power_of_2(words) if shots == "one_shot" else next_power_of_2(words // p.ranks)
     warps = options.warps or max(4, min(MOST_WARPS, p.ranks * taken // WORDS_OF_WARP))
     if warps & (warps - 1):
         raise InputError(p.op, "plan", want="num_warps a power of 2 from 1 to 32", got=warps)
@@ -171,7 +171,7 @@ def refusal(p: Problem) -> str:
     words = row_words(p)
     if words > ROW_WORDS:
         return f"rows of at most {4 * ROW_WORDS} bytes"
-    if p.ranks * padded(words) > SUMMED_WORDS and not _two_shot(p):
+    if p.ranks * next_power_of_2(words) > SUMMED_WORDS and not _two_shot(p):
         return f"rows that ranks share evenly{' in 1, 2, 4, ... words' * p.invariant}"
     if (sent := p.m * words * 4 * p.ranks) > direct.MAX_BYTES:
         return f"at most {direct.MAX_BYTES} bytes to send, not {sent}"

@@ -18,7 +18,6 @@ from torch.autograd import forward_ad
 from torch.nn import Parameter
 from torch.utils import _device as device
 
-from counterpoint.attention.steps import made_whole
 from counterpoint.choose.taken import Taken
 from counterpoint.errors import CounterpointError, UnsupportedError
 from counterpoint.gpu import nvtx
@@ -30,6 +29,7 @@ from counterpoint.ops.check import check_group
 from counterpoint.ops.plans import KEYS, in_force, noted, of_islands, plan_of
 from counterpoint.ops.register import with_gradient
 from counterpoint.plan.families import build
+from counterpoint.plan.launches import made_whole
 from counterpoint.plan.steps import Plan
 from counterpoint.problem import Problem
 from counterpoint.run import activated

@@ -34,7 +34,7 @@ def extent(plan: "Plan", buffer: "Buffer", rank: int) -> int:
     elif buffer.split and buffer.holds != "all":
         rows = p.rows[rank]
     if p.counts == "device_routed" and buffer.space == "scratch":
-        return -(-rows // max(1, min(p.top_k, size)))  # of tokens: see expert_islands.py
+        return -(-rows // max(1, min(p.top_k, size)))  # of tokens: see experts/plan_islands.py
     return rows
 
 

@@ -143,3 +143,16 @@ def has_kernels(plan: Plan) -> bool:
         or (s.kind == "attention" and s.accumulates)
         for s in plan.steps
     )
+
+
+def made_whole(program: Program) -> set[str]:
+    """Outputs that one step makes whole: what the library returns takes their places."""
+    buffers = {b.name for b in program.plan.buffers if b.space == "output"}
+    rows = program.plan.problem.rows[program.rank]
+    return {
+        part.write.buffer
+        for bound in program.steps
+        if bound.step.kind == "attention" and not bound.step.accumulates
+        for part in bound.parts
+        if part.write.buffer in buffers and part.write.shape[0] == rows
+    }

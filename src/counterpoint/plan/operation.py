@@ -166,6 +166,8 @@ class Operation:
         described: what text says of a problem beside its sizes.
         exchange_s: seconds of its library's all-to-all, where that is not of equal blocks.
         computed_s: seconds of what is computed and is no matmul.
+        sliced_s: of a backward that goes by slices of tables: seconds of (problem, machine, number
+            of slices), and of (problem, machine, columns of each rank) that are one slice.
         scales: its x and w may have scales, see plan/scaled.py.
         activations: its y may have an activation, see plan/activated.py.
     """
@@ -191,6 +193,7 @@ class Operation:
     described: Callable[[Problem], str] = lambda problem: ""
     exchange_s: Callable[[Problem, Machine], float] | None = None
     computed_s: Callable[[Problem, Machine], float] | None = None
+    sliced_s: tuple[Callable[..., float], Callable[..., float]] | None = None
     scales: bool = False
     activations: bool = False
 

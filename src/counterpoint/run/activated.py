@@ -18,9 +18,9 @@ from counterpoint.kernels.activation import activation_gradient_kernel, activati
 from counterpoint.plan.activated import one_kernel
 from counterpoint.plan.bind import BoundStep, Part
 from counterpoint.problem import GATED, Problem
+from counterpoint.ranges import next_power_of_2
 from counterpoint.run import invariant_matmul
 from counterpoint.run.launch import Grid, Launch, aligned
-from counterpoint.tensor_parallel.plan_fused_sum import padded
 
 BLOCK, NUM_WARPS = 4096, 8
 ROW_BLOCK, ROW_WARPS = 512, 2  # of rows: 16 bytes of 16-bit numbers for each thread
@@ -175,10 +175,10 @@ def _launch(
     fixed = {
         "N": n, "E": experts, "rank": rank, "NAME": activation.removesuffix(GATED),
         "GATED": activation.endswith(GATED), "SIDE": side, "WORLD": ranks,
-        "EXPERTS": padded(experts // ranks) if counts else 0,
+        "EXPERTS": next_power_of_2(experts // ranks) if counts else 0,
     }  # fmt: skip
     if side:  # programs that are resident share the rows; nothing waits in them
-        fixed["BLOCK"], grid = min(ROW_BLOCK, padded(n)), Grid(None, reserve=False)
+        fixed["BLOCK"], grid = min(ROW_BLOCK, next_power_of_2(n)), Grid(None, reserve=False)
     else:
         fixed["BLOCK"], grid = BLOCK, Grid(-(-n // BLOCK), reserve=False, each=True)
     options = {"num_warps": ROW_WARPS if side else NUM_WARPS}

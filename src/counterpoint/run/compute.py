@@ -10,18 +10,38 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from counterpoint.experts import steps_counted, steps_routed
 from counterpoint.gpu import cublaslt
 from counterpoint.group.library import Library, library_of
 from counterpoint.group.notice_board import Awaited
 from counterpoint.group.wire import wire_of
 from counterpoint.group.workspace import Action, Operands, Place, Places
+from counterpoint.operators import own_steps
 from counterpoint.plan.bind import BoundStep, Box, Part
 from counterpoint.plan.launches import Run, runs
 from counterpoint.problem import Problem
 from counterpoint.run import activated, invariant_matmul, scaled
 
 Calls = Mapping[str, Callable[[], object]]  # what opaque steps do, by their names
+
+
+def of_family(
+    bounds: Sequence[BoundStep], places: Places, like: Operands | None
+) -> list[Action] | None:
+    """Of steps that only the operator's family knows; None: of all others.
+
+    Args:
+        bounds: one step, or several matmuls of one launch.
+        like: operands of the call that compiles, where there is one.
+    """
+    family = own_steps(places.plan.problem.op)
+    return family.actions(bounds, places, like) if family else None
+
+
+def copied_by_call(
+    bound: BoundStep, places: Places
+) -> Callable[[Operands], list[tuple[Box, Box]]] | None:
+    """What a copy step copies where an operand of each call says it; None: what the plan says."""
+    return own_steps(places.plan.problem.op).boxes(bound, places) if bound.step.counted else None
 
 
 def matmul(bound: BoundStep, part: Part, places: Places) -> Action:
@@ -79,8 +99,6 @@ def matmuls(bounds: Sequence[BoundStep], places: Places) -> list[Action]:
     plan wants it; its grouped one makes a result of its own.
     """
     bound, *others = bounds
-    if bound.step.counted:
-        return [steps_counted.matmuls(bounds, places)]
     if not others:
         return [_of_run(bound, run, places) for run in runs(bound, places.plan)]
     (part,) = bound.parts
@@ -170,13 +188,7 @@ def collective(bound: BoundStep, part: Part, places: Places) -> Action:
     Or its all-reduce, or its all-to-all with the pass that puts rows in order.
     """
     source, target = places.of(part.reads[0]), places.of(part.write)
-    spec, op = places.plan.spec, places.plan.problem.op
-    deed = f"take part in step {bound.step.name!r} of plan {spec}"
-    calls = library_of(places.workspace, Awaited(op, deed, bound.step.name))
-    if bound.step.routed:
-        return steps_routed.all_to_all(bound, places, calls)
-    if bound.step.counted:
-        return steps_counted.all_to_all(bound, places, calls)
+    calls = library(bound, places)
     if places.plan.problem.tables:
         return _exchange_columns(part, places, calls)
     if bound.step.arg("collective") == "all_to_all":
@@ -193,6 +205,12 @@ def collective(bound: BoundStep, part: Part, places: Places) -> Action:
     if to is not None and start is not None:
         return lambda o: call(o[to], o[start])
     return lambda o: call(target(o), source(o))
+
+
+def library(bound: BoundStep, places: Places) -> Library:
+    """The library's collectives, for a step; who waits in vain is told for which."""
+    deed = f"take part in step {bound.step.name!r} of plan {places.plan.spec}"
+    return library_of(places.workspace, Awaited(places.plan.problem.op, deed, bound.step.name))
 
 
 def _all_reduce(source: Place, target: Place, calls: Library, *, in_place: bool) -> Action:

@@ -11,8 +11,6 @@ from threading import Event
 
 import torch
 
-from counterpoint.attention import steps as attention
-from counterpoint.experts import steps_counted, steps_routed
 from counterpoint.group.notice_board import LOOK_EVERY_S, Awaited
 from counterpoint.group.pads_cpu import await_words, pads_of, wrapped
 from counterpoint.group.workspace import Action, Operands, Places, Workspace
@@ -62,17 +60,13 @@ class CpuCode:
     def _actions(
         self, bound: BoundStep, places: Places, index: int, like: Operands | None
     ) -> list[Action]:
+        if (own := compute.of_family((bound,), places, like)) is not None:
+            return own
         match bound.step.kind:
-            case kind if bound.step.routed and kind in steps_routed.ACTIONS:
-                return [steps_routed.action(bound, places)]
             case "barrier":
                 return []
             case "opaque":
                 return [compute.opaque(bound, self.calls)]
-            case "attention":
-                return attention.attention(bound, places, like)
-            case "attention_backward":
-                return attention.attention_backward(bound, places, like)
             case "fused":
                 return [fused_action(Site(bound, places, index, like))]
             case "exchange":
@@ -81,8 +75,6 @@ class CpuCode:
                 return [compute.collective(bound, bound.parts[0], places)]
             case "matmul":
                 return compute.matmuls((bound,), places)
-            case "copy" if bound.step.counted:
-                return [steps_counted.copies(bound, places)]
             case "copy":
                 return [compute.move(bound, part, places) for part in bound.parts]
             case kind:

@@ -5,6 +5,7 @@ it at the start of a call and joined before it returns. Everything is enqueued a
 on the host, so a call can be captured in a CUDA graph.
 """
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
@@ -12,9 +13,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from counterpoint.attention import steps as attention
 from counterpoint.errors import UnsupportedError
-from counterpoint.experts import steps_routed
 from counterpoint.gpu import copy_engine, driver
 from counterpoint.group.wire import wire_of
 from counterpoint.group.workspace import Action, Operands, Places, Workspace, refuse_capture
@@ -205,9 +204,7 @@ class _CudaStep:
         self.ended = [code.events[name] for name in names if name in code.events]
         self.copy = self.before = self.after = None
         tag = code.tag + index
-        self.actions = _actions(code, bound, places, tag)
-        if rest:
-            self.actions = compute.matmuls((bound, *rest), places)
+        self.actions = _actions(code, (bound, *rest), places, tag)
         if step.kind == "barrier":
             opens = index == code.program.opens
             self.before = launch_cuda.signal(lanes, bound.posts, bound.waits, tag, opens=opens)
@@ -215,7 +212,8 @@ class _CudaStep:
             self.before = launch_cuda.signal(lanes, (), bound.waits, tag, opens=False)
         self.delay = lanes.delay if held_back(code.program, index) else None
         if step.kind == "copy":
-            self.copy = copy_engine.copies(bound, places, lanes.post_copies(bound.posts))
+            found = compute.copied_by_call(bound, places)
+            self.copy = copy_engine.copies(bound, places, lanes.post_copies(bound.posts), found)
         elif step.kind != "barrier" and posts:
             self.after = launch_cuda.signal(lanes, posts, (), tag, opens=False)
         # for `measure.trace`, which tells by them which step launched what
@@ -259,19 +257,17 @@ def _no_mark(_: str) -> AbstractContextManager[object]:
     return _NOTHING
 
 
-def _actions(code: CudaCode, bound: BoundStep, places: Places, tag: int) -> list[Action]:
-    lanes = code.lanes
+def _actions(code: CudaCode, bounds: Sequence[BoundStep], places: Places, tag: int) -> list[Action]:
+    lanes, bound = code.lanes, bounds[0]
+    if bound.step.kind in ("barrier", "copy"):  # what is before and behind it, and its copies
+        return []
+    if (own := compute.of_family(bounds, places, code.like)) is not None:
+        return own
     match bound.step.kind:
-        case kind if bound.step.routed and kind in steps_routed.ACTIONS:
-            return [steps_routed.action(bound, places)]
         case "fused":
             return [fused_action(Site(bound, places, tag, code.like))]
         case "matmul":
-            return compute.matmuls((bound,), places)
-        case "attention":
-            return attention.attention(bound, places, code.like)
-        case "attention_backward":
-            return attention.attention_backward(bound, places, code.like)
+            return compute.matmuls(bounds, places)
         case "opaque":
             return [compute.opaque(bound, code.calls)]
         case "move" | "spread" | "fold":  # without routes, rows as they are
@@ -286,5 +282,5 @@ def _actions(code: CudaCode, bound: BoundStep, places: Places, tag: int) -> list
             return [compute.exchange(bound, places)]
         case "reduce":
             return [launch_cuda.reduce(lanes, bound, part, places) for part in bound.parts]
-        case "barrier" | "copy":  # what is before and behind it, and its copies, are all there is
-            return []
+        case kind:
+            raise AssertionError(f"{kind}: a step that its operator's family runs")

@@ -10,7 +10,7 @@ from math import comb
 from counterpoint.problem import Problem
 
 ONCE_TO_A_RANK = ("sent", "received", "passing", "sums", "parts", "back")
-ALONG_RAILS = ("rail", "got")  # see expert_islands.py
+ALONG_RAILS = ("rail", "got")  # see experts/plan_islands.py
 ONCE_TO_AN_ISLAND = ("out", "came", "gone", "got")
 
 

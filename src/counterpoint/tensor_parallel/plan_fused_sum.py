@@ -19,6 +19,7 @@ from counterpoint.plan.operation import Family, Options
 from counterpoint.plan.scaled import REFUSAL
 from counterpoint.plan.steps import Buffer, Plan, Step
 from counterpoint.problem import Problem
+from counterpoint.ranges import next_power_of_2
 from counterpoint.schedules.direct import to_everyone, wants_ranks, words
 
 KERNEL = "matmul_all_reduce"
@@ -102,12 +103,7 @@ def rows_of_tile(p: Problem, *, scatters: bool) -> int:
 
 def own_rows(p: Problem, rows: int) -> int:
     """Rows of a tile that one rank has: at least two where a single one, too, has to be rounded."""
-    return max(padded(rows), 1 + p.invariant)
-
-
-def padded(rows: int) -> int:
-    """The next power of 2."""
-    return 1 << max(rows - 1, 0).bit_length()
+    return max(next_power_of_2(rows), 1 + p.invariant)
 
 
 def columns(rows: int, n: int, ranks: int, num_sms: int) -> int:

@@ -1,10 +1,10 @@
 """Experts multiply, and each row of the product goes to the rank that it came from.
 
-x is sorted by expert, and of one expert by rank: see routes.py. A tile's rows are stored at their
-final place on their owners as soon as they are computed; nothing waits in this kernel. The last of
-its programs posts one flag to each rank; `arrival_kernel`, of one program, waits for those of all,
-and `collect_kernel` takes the rows. One program that waits keeps no collective of another group
-from running, so no SMs are left to those.
+x is sorted by expert, and of one expert by rank: see kernel_rows.py. A tile's rows are stored at
+their final place on their owners as soon as they are computed; nothing waits in this kernel. The
+last of its programs posts one flag to each rank; `arrival_kernel`, of one program, waits for those
+of all, and `collect_kernel` takes the rows. One program that waits keeps no collective of another
+group from running, so no SMs are left to those.
 
 By routes a row that goes back is a token's weighted sum over the experts of this rank: the kernel
 leaves its products on this rank, and `send_sums_kernel`, behind it, sums and sends them.
@@ -37,7 +37,7 @@ def matmul_all_to_all_kernel(
     w_desc,  # [E_local, N, K] where COLUMNS, else [E_local, K, N]
     add_ptr,  # [R, N], added to the products
     product_ptr,  # [R, N], of LOCAL
-    routes_ptr,  # see routes.py
+    routes_ptr,  # see kernel_rows.py
     rows_ptr,  # [WORLD] int64: where each rank's received rows begin
     flags_ptr,  # [WORLD] int64: likewise its flags
     state_ptr,  # [6] int32: epoch, programs that have ended, whether a wait has given up
@@ -133,7 +133,7 @@ def send_sums_kernel(
     product_ptr,  # [limit, N], by expert
     index_ptr,  # [received rows, TOP] int32: rows of a token, in order; those >= limit are none
     weights_ptr,  # [limit] fp32, of rows; of WEIGHTED
-    moves_ptr,  # see routes.py, of tokens by their first experts here: received rows
+    moves_ptr,  # see kernel_rows.py, of tokens by their first experts here: received rows
     rows_ptr,  # [WORLD] int64: where the rows that come back to each rank begin
     flags_ptr,  # as above
     state_ptr,
@@ -208,7 +208,7 @@ def arrival_kernel(
 def collect_kernel(
     rows_ptr,  # [WORLD] int64: where each rank's received rows begin
     state_ptr,  # [6] int32: the epoch of the call, which has been counted
-    routes_ptr,  # see routes.py
+    routes_ptr,  # see kernel_rows.py
     index_ptr,  # [tokens, TOP] which rows make a token; TOP 0: row i is token i
     weights_ptr,  # [tokens, TOP]; of SOME fp32, where WEIGHTED
     y_ptr,  # [tokens, N]

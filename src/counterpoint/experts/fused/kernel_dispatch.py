@@ -1,6 +1,6 @@
 """Rows go to their experts, which multiply them as they come.
 
-x is sorted by expert; what arrives is sorted by expert, and of one expert by rank: see routes.py.
+x is sorted by expert; what arrives is too, and of one expert by rank: see kernel_rows.py.
 The first SENDERS programs send, expert by expert to all ranks: the rows of each (expert, rank) in
 PARTS parts with a flag behind each. The others take tiles in order, each when the parts that it is
 made of are there; programs that have sent all they have take tiles as well.
@@ -125,7 +125,7 @@ def all_to_all_matmul_kernel(
     w_desc,  # [E_local, N, K] where COLUMNS, else [E_local, K, N]; GATED: [E_local, 2, N / 2, K]
     y_ptr,  # [limit, N]
     hidden_ptr,  # [limit, N / 2], of GATED: silu(gate) * up, where gate and up are halves of y
-    routes_ptr,  # see routes.py
+    routes_ptr,  # see kernel_rows.py
     moves_ptr,  # the same of the rows that travel: of tokens by their first experts
     sent_ptr,  # [T] int32, of tokens: which one each row that is sent is
     index_ptr,  # [limit] int32, of tokens: which received row each row by expert is
@@ -262,7 +262,7 @@ def all_to_all_matmul_kernel(
 @triton.jit(do_not_specialize=["rows", "count"])
 def clear_kernel(
     y_ptr,  # [rows, N]
-    routes_ptr,  # see routes.py
+    routes_ptr,  # see kernel_rows.py
     rows,
     count,  # the word of routes that says how many of them there are; the others are zeroed
     N,

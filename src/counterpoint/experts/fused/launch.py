@@ -42,9 +42,9 @@ from counterpoint.plan.bind import bind
 from counterpoint.plan.families import build
 from counterpoint.plan.steps import COUNTS, ROUTES
 from counterpoint.problem import Problem
+from counterpoint.ranges import next_power_of_2
 from counterpoint.run import activated, compute
 from counterpoint.run.launch import ALIGN, At, Grid, Launch, Site, at, register, temporaries
-from counterpoint.tensor_parallel.plan_fused_sum import padded
 
 
 def _temporaries(each: Experts, operands: Operands) -> Operands:
@@ -159,7 +159,7 @@ def _dispatches(each: Experts) -> dict[tuple[bool, bool], Launch]:
         "received_desc": TensorDescriptor.from_tensor(whole_rows(each), block_of_rows),
         "words": words, "half_rows": each.half_rows,
         "SENDERS": sending.senders, "PARTS": sending.parts, "CHUNK": sending.words,
-        "TOKEN_WORDS": min(padded(words), sending.words) if p.by_routes else 0,
+        "TOKEN_WORDS": min(next_power_of_2(words), sending.words) if p.by_routes else 0,
     }  # fmt: skip
     # no reserve of SMs: see experts/fused/kernel_dispatch.py
     grid = Grid(None, sending.senders, reserve=False)
@@ -183,7 +183,8 @@ def _dispatches(each: Experts) -> dict[tuple[bool, bool], Launch]:
 def _taken(each: Experts) -> Behind:
     """Behind the products: rows that are none are zeroed; rows or tokens that came are taken."""
     p = each.p
-    come = p.ranks * (2 * each.experts + 1) + each.experts  # the word that says so: see routes.py
+    # the word that says so: see kernel_rows.py
+    come = p.ranks * (2 * each.experts + 1) + each.experts
     clear = each.launch(
         clear_kernel, ("y_ptr", "routes_ptr", "rows"),
         {"count": come, "N": p.n, "BLOCK_N": block(p.n)}, each.collectors, {"num_warps": 4},
@@ -267,7 +268,7 @@ def _of_rows(each: Experts, arrive: Launched) -> Behind:
     Sums of rows that a call names are compiled at its first call: no peer waits for them.
     """
     n, rank = each.p.n, each.workspace.rank
-    count = rank * (each.experts + 1) + each.experts  # own rows: see routes.py
+    count = rank * (each.experts + 1) + each.experts  # own rows: see kernel_rows.py
     collect = each.collect(n, count, each.dtype, each.dtype)
     summing: dict[object, Launch] = {}
 

@@ -1,6 +1,6 @@
 """What both directions of fused experts share: memory, routes, blocks, and the small launches.
 
-How they follow one another: fused_experts.py.
+How they follow one another: launch.py.
 """
 
 from collections.abc import Callable
@@ -21,9 +21,9 @@ from counterpoint.experts.routes.on_device import Lists, Sizes
 from counterpoint.experts.steps_rails import Rails
 from counterpoint.group.workspace import Operands, Places
 from counterpoint.plan.steps import COUNTS, ROUTES
+from counterpoint.ranges import next_power_of_2
 from counterpoint.run.fused import fused_memory
 from counterpoint.run.launch import ALIGN, At, Grid, Launch, Site
-from counterpoint.tensor_parallel.plan_fused_sum import padded
 
 COLLECT_COLS = 2048  # of a row that a program takes at a time
 COLLECTORS = 8  # programs for each SM
@@ -115,7 +115,7 @@ class Experts:
             "rows_ptr": self.rows.bases[self.mates], "flags_ptr": self.flags.bases[self.mates],
             "state_ptr": self.memory.state, "N": p.n, "K": p.k, "E": self.experts,
             "half_flags": self.flags.half_bytes // 4, "rank": self.rank,
-            "WORLD": p.ranks, "EXPERTS": padded(p.experts),
+            "WORLD": p.ranks, "EXPERTS": next_power_of_2(p.experts),
             "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k,
             "GROUP_M": tile.group_m, "STAGES": tile.stages,
         }  # fmt: skip
@@ -164,7 +164,7 @@ class Experts:
     def _routes(self, dtype: torch.dtype) -> Launch:
         fixed = {
             "over_ptr": self.memory.over, "E": self.experts, "rank": self.rank,
-            "WORLD": self.p.ranks, "EXPERTS": padded(self.experts),
+            "WORLD": self.p.ranks, "EXPERTS": next_power_of_2(self.experts),
             "BLOCK_M": self.tile.block_m, "BACK": self.combines,
         }  # fmt: skip
         given = ("counts_ptr", "moved_ptr", "routes_ptr", "limit", "has", "moves")
@@ -210,7 +210,7 @@ def sums_of_tokens(each: Experts, arrive: Launched) -> Behind:
     p, shared = each.p, {"rows_ptr", "flags_ptr", "state_ptr", "N", "E", "rank", "WORLD"}
     fixed = {name: value for name, value in each.shared().items() if name in shared} | {
         "half_bytes": each.half_bytes, "half_flags": each.flags.half_bytes // 4,
-        "room": p.m, "PAIRS": padded(each.experts),
+        "room": p.m, "PAIRS": next_power_of_2(each.experts),
         "TOP": each.top, "BLOCK_N": block(p.n),
     }  # fmt: skip
     names = ("product_ptr", "index_ptr", "weights_ptr", "moves_ptr", "limit", "received")
@@ -263,4 +263,4 @@ def aligned(tensor: Tensor) -> Tensor:
 
 
 def block(columns: int) -> int:
-    return min(COLLECT_COLS, padded(columns))
+    return min(COLLECT_COLS, next_power_of_2(columns))

@@ -16,8 +16,8 @@ from counterpoint.gpu.device_limits import refused_on
 from counterpoint.group.ranks import group_of
 from counterpoint.ops import activations
 from counterpoint.ops.register import refuse_double_matmul, register
+from counterpoint.ranges import next_power_of_2
 from counterpoint.run.launch import At, Grid, Launch, aligned
-from counterpoint.tensor_parallel.plan_fused_sum import padded
 
 BLOCK_N = 1024  # columns at a time
 OPTIONS = {"num_warps": 4}
@@ -100,8 +100,8 @@ def _launch(
     n, rank, dots = sizes
     fixed = {
         "E": experts, "rank": rank, "N": n, "WORLD": ranks, "DOTS": dots,
-        "EXPERTS": padded(experts // ranks) if counts else 0,
-        "BLOCK_N": min(BLOCK_N, padded(max(n, 1))),
+        "EXPERTS": next_power_of_2(experts // ranks) if counts else 0,
+        "BLOCK_N": min(BLOCK_N, next_power_of_2(max(n, 1))),
     }  # fmt: skip
     kernel: Any = weighted_rows_kernel
     given = tuple(name for name in kernel.arg_names if name not in fixed)
@@ -179,8 +179,9 @@ def _shared(
     """A kernel whose resident programs share the rows, compiled for tensors like these."""
     ranks, experts = counts
     fixed = {
-        "E": experts, "rank": rank, "N": n, "WORLD": ranks, "EXPERTS": padded(experts // ranks),
-        "BLOCK_N": min(BLOCK_N, padded(max(n, 1))),
+        "E": experts, "rank": rank, "N": n, "WORLD": ranks,
+        "EXPERTS": next_power_of_2(experts // ranks),
+        "BLOCK_N": min(BLOCK_N, next_power_of_2(max(n, 1))),
     }  # fmt: skip
     given = tuple(name for name in kernel.arg_names if name not in fixed)
     grid = Grid(None, reserve=False)  # nothing waits in it

@@ -11,8 +11,8 @@ from torch import Tensor
 from counterpoint.experts.routes import kernel_on_device as kernels
 from counterpoint.experts.routes import kernel_rows
 from counterpoint.gpu.device_limits import refused_on
+from counterpoint.ranges import next_power_of_2
 from counterpoint.run.launch import ALIGN, At, Fixed, Launch, at, launch_alone, launch_of
-from counterpoint.tensor_parallel.plan_fused_sum import padded
 
 NAME = "exchange_routes"  # in errors
 MOST_EXPERTS = 1 << 10  # that a program holds
@@ -64,13 +64,13 @@ class Shares(NamedTuple):
 def shares_of(tokens: int, ranks: int, experts: int) -> tuple[Shares, Shares]:
     """Of own tokens, which all experts count by, and of those of each rank, which own ones do."""
     return (
-        _shares(tokens, padded(experts), PROGRAMS),
-        _shares(tokens, padded(experts // ranks), max(1, PROGRAMS // ranks)),
+        _shares(tokens, next_power_of_2(experts), PROGRAMS),
+        _shares(tokens, next_power_of_2(experts // ranks), max(1, PROGRAMS // ranks)),
     )
 
 
 def _shares(tokens: int, experts: int, programs: int) -> Shares:
-    some = min(TOKENS, max(1, ITEMS // experts), max(FEW_TOKENS, padded(max(tokens, 1))))
+    some = min(TOKENS, max(1, ITEMS // experts), max(FEW_TOKENS, next_power_of_2(max(tokens, 1))))
     size = max(1, -(-tokens // (some * programs))) * some
     return Shares(some, size, max(1, -(-tokens // size)))
 
@@ -81,8 +81,8 @@ def fixed_of(
     """What the three kernels are compiled for."""
     local = experts // ranks
     shape = ("TOP", top), ("E", experts), ("LOCAL", local)
-    wide = ("EXPERTS", max(32, padded(experts)))
-    held = ("LOCALS", padded(local)), ("TOKENS", each.tokens), ("COUNTS", COUNTS)
+    wide = ("EXPERTS", max(32, next_power_of_2(experts)))
+    held = ("LOCALS", next_power_of_2(local)), ("TOKENS", each.tokens), ("COUNTS", COUNTS)
     return (
         (*shape, wide, ("BLOCK", BLOCK)),
         (*shape, wide, *held, ("OWN_TOKENS", own.tokens)),
@@ -121,13 +121,13 @@ def rows_into(rows: Tensor, ends: Tensor, counts: Tensor, rank: int, room: int) 
         counts: int64 [ranks, E].
     """
     (ranks, every), local = counts.shape, rows.shape[0]
-    fixed = (("E", every), ("LOCAL", local), ("LOCALS", padded(local)))
+    fixed = (("E", every), ("LOCAL", local), ("LOCALS", next_power_of_2(local)))
     kernel = kernel_rows.rows_here_kernel
     launch_alone(kernel, (counts, rows, ends), (ranks, rank, room), fixed, (1, 4), NAME)
 
 
 class Given(NamedTuple):
-    """What the kernels write, `Found` of device_routes.py, and what they read."""
+    """What the kernels write, `Found` of on_device.py, and what they read."""
 
     weights: Tensor
     counts: Tensor

@@ -24,7 +24,7 @@ ranks that have its place in each of them): see experts/plan_islands.py. On one 
 own, and the last two lists are empty. Where a list has fewer, NONE stands for the others. Rows by
 expert are in order of source ranks, whatever the islands.
 
-`firsts`, on the device, says as in routes.py how many tokens of a rank have e as their first expert
+`firsts`, on the device, says as in lists.py how many tokens of a rank have e as their first expert
 on its rank: [ranks, E]. Of several islands it is two tables [mates, experts of this island], of the
 tokens that mates hold: rows for each expert, and such firsts.
 """

@@ -8,8 +8,8 @@ from torch import Tensor
 from counterpoint.experts.routes import kernel_router
 from counterpoint.gpu.device_limits import refused_on
 from counterpoint.ops.register import refuse_double_matmul, register
+from counterpoint.ranges import next_power_of_2
 from counterpoint.run.launch import launch_alone
-from counterpoint.tensor_parallel.plan_fused_sum import padded
 
 OPS: Any = torch.ops.counterpoint
 NAME = "router"  # in errors
@@ -111,10 +111,10 @@ def _each_token(
     tokens, top_k = experts.shape
     if not tokens:
         return
-    wide = padded(every)
+    wide = next_power_of_2(every)
     some = max(1, min(TOKENS, LOGITS // wide))
     fixed = (("E", every), ("TOP", top_k), ("RENORMALIZE", renormalize), ("TOKENS", some),
-             ("EXPERTS", wide), ("CHOICES", padded(top_k)))  # fmt: skip
+             ("EXPERTS", wide), ("CHOICES", next_power_of_2(top_k)))  # fmt: skip
     launched = -(-tokens // some), max(1, wide // WARP)
     launch_alone(kernel, tensors, (tokens,), fixed, launched, NAME)
 
@@ -140,11 +140,14 @@ def order_into(counts: Tensor, places: Tensor, tokens: Tensor, experts: Tensor) 
     share = max(1, -(-entries // (BLOCK * PROGRAMS))) * BLOCK
     programs = max(1, -(-entries // share))
     found, begin = (counts.new_empty(programs, every) for _ in range(2))
-    wide = max(32, padded(every))
+    wide = max(32, next_power_of_2(every))
     fixed = (("E", every), ("EXPERTS", wide), ("BLOCK", BLOCK))
     sizes, launched = (entries, share), (programs, NUM_WARPS)
     launch_alone(kernel_router.count_experts_kernel, (experts, found), sizes, fixed, launched, NAME)
-    fixed += (("TOP", experts.shape[1]), ("BLOCKS", max(1, min(padded(PROGRAMS), COUNTS // wide))))
+    fixed += (
+        ("TOP", experts.shape[1]),
+        ("BLOCKS", max(1, min(next_power_of_2(PROGRAMS), COUNTS // wide))),
+    )
     tensors = (experts, found, begin, counts, places, tokens)
     launch_alone(kernel_router.place_rows_kernel, tensors, sizes, fixed, launched, NAME)
 

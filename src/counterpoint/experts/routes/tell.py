@@ -179,7 +179,7 @@ def _new(sizes: Sizes, like: Tensor, num_experts: int) -> Found:
 
 
 def tell_into(told: Tensor, experts: Tensor, weights: Tensor, num_experts: int) -> None:
-    """What a rank tells all, by torch: see launch_routes.py."""
+    """What a rank tells all, by torch: see launch.py."""
     none = experts == NONE
     wrong = ((experts < 0) | (experts >= num_experts) & ~none).any(1, keepdim=True)
     ids, bits = told.split(experts.shape[1], 1)
