@@ -13,7 +13,7 @@ from collections import Counter
 from functools import cache
 from pathlib import Path
 
-from counterpoint.operators import ELSEWHERE, FAMILIES, INNER
+from counterpoint.operators import ELSEWHERE, FAMILIES, INNER, STEPS
 
 ROOT = Path(__file__).parent.parent
 HOUSE = ROOT / "src" / "counterpoint"
@@ -144,5 +144,5 @@ def test_the_library_has_nothing_that_nobody_reaches():
     start |= {
         f"{family}/{ELSEWHERE.get(op, (f'plan_{op}',))[0]}.py"
         for op, family in (FAMILIES | INNER).items()
-    }
+    } | {f"{module.replace('.', '/')}.py" for module in STEPS.values()}
     assert files().keys() - reached(start) == set()

@@ -12,7 +12,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from counterpoint.errors import InputError, UnsupportedError
-from counterpoint.experts import plan_operators, steps_routed
+from counterpoint.experts import plan_operators, steps
 from counterpoint.experts.fused.kernel_combine import matmul_all_to_all_kernel
 from counterpoint.experts.fused.kernel_dispatch import all_to_all_matmul_kernel, clear_kernel
 from counterpoint.experts.fused.memory import (
@@ -310,8 +310,8 @@ def reference(site: Site) -> Action:
     places = Places(workspace, plan, workspace.rank % p.ranks)
     actions: list[Action] = []
     for bound in bind(plan, places.rank).steps:
-        if bound.step.routed and bound.step.kind in steps_routed.ACTIONS:
-            actions.append(steps_routed.ACTIONS[bound.step.kind](bound, places))
+        if own := steps.actions((bound,), places, None):
+            actions += own
         elif bound.step.kind == "matmul":
             actions += compute.matmuls((bound,), places)
         else:
