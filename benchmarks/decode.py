@@ -218,7 +218,7 @@ def pictures(found: Mapping[int, list[Row]], images: Path) -> None:
         },
         images / "decode.svg",
         title=f"Decoding: matmul + all-reduce, {mean:.2f}x over serial in the mean",
-        source=f"{place(rows)}; serial is cuBLAS + NCCL",
+        source=f"{place(rows)}; cut as for 8 GPUs; serial is cuBLAS + NCCL",
         mark=ALONE,
     )
 

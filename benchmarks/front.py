@@ -4,17 +4,20 @@ from collections.abc import Sequence
 from statistics import geometric_mean
 from typing import NamedTuple
 
+from benchmarks import compile as compiled
 from benchmarks import decode, embedding, experts, overlap
 from benchmarks.rows import Row, Timed, gpus_of, results, taken
+from benchmarks.sources import is_current
 from benchmarks.steps import UNFUSED
-from benchmarks.tables import measured
+from benchmarks.tables import MARK, measured
 
 HEAD = ("layer", "serial", "torch's fused operator", "counterpoint", "speedup")
 NOTE = (
-    "Serial is NCCL with cuBLAS, torch's grouped matmul and a permutation, or our own lookup. "
-    "Shards are those of 8 GPUs. Lines marked eager, which suits torch better, ran behind "
-    "queued work. The last two are eager, the others CUDA graphs."
+    "Serial is NCCL with cuBLAS, or torch's grouped matmul and a permutation. Picked lines of what "
+    "one of 8 GPUs holds. Eager lines, which suit torch better, kept the GPU busy. The last is "
+    "eager, the others CUDA graphs."
 )
+OTHER = f"{MARK} Not known to be of today's code."
 STEP = "forward + backward, by "
 
 
@@ -67,11 +70,6 @@ def lines() -> list[Line]:
                == ("DeepSeek-V3", 4096, "uniform"))  # fmt: skip
     layer = "DeepSeek-V3 experts: grouped matmul + all-to-all, 4096 tokens"
     found.append(Line(layer, back.in_place_s, back.auto[1], back.case.rows))
-    bags = rows_of("embedding")
-    (bag,) = (c for c in embedding.said(bags)
-              if c.case.head["case"] == "16 tables, D 256, pooling 20, batch 16384")  # fmt: skip
-    layer = f"16 embedding tables: lookup + all-to-all ({gpus_of(bags)})"
-    found.append(Line(layer, bag.serial_s, bag.copy_s, bag.case.rows))
     whole = taken(rows_of("steps"), "model", "size")
     (step,) = (c for c in whole if (c.head["model"], c.head["size"]) == ("Qwen3-235B", 4096))
     layer = f"Qwen3-235B experts: forward + backward, 4096 tokens ({gpus_of(step.rows)})"
@@ -94,18 +92,28 @@ def table() -> str:
           f"**{line.serial_s / line.ours_s:.2f}x**"], line.rows)
         for line in lines()
     ]  # fmt: skip
-    return measured(HEAD, every, NOTE)
+    return measured(HEAD, every, NOTE, older=_mark, said_of=OTHER)
+
+
+def _spread(ratios: Sequence[float]) -> str:
+    """A geometric mean, and the least of the set."""
+    return f"{geometric_mean(ratios):.2f}x ({min(ratios):.2f}x)"
 
 
 def bullets() -> str:
-    """What each kind of user gains in the mean, and where nothing is gained."""
+    """What each kind of user gains in the mean and at least, and where something is slower."""
     large = overlap.shapes_of(rows_of("overlap"))
     few = decode.few_of(rows_of("decode"))
     bags = embedding.said(rows_of("embedding"))
     where = {name: gpus_of(rows_of(name)) for name in ("overlap", "decode", "experts",
                                                        "embedding")}  # fmt: skip
+    found = results("experts")
     device = {gpus_of(rows): [c.pair_s / c.ours_s for c in experts.said(rows)]
-              for rows in results("experts").values()}  # fmt: skip
+              for rows in found.values()}  # fmt: skip
+    each = "; ".join(
+        f"{_spread(ratios)} on {which}{_mark(rows)}"
+        for (which, ratios), rows in zip(device.items(), found.values(), strict=True)
+    )
     lost = ", ".join(f"{sum(r < 1 for r in ratios)} of {len(ratios)} on {which}"
                      for which, ratios in device.items())  # fmt: skip
     lost = lost.replace(" on ", " expert cases on ", 1)
@@ -113,23 +121,36 @@ def bullets() -> str:
     two = results("decode")[2]
     plain = min(c.eager["serial"]["plain_eager_s"] / c.eager["auto"]["plain_eager_s"]
                 for c in decode.shapes_of(two))  # fmt: skip
-    tensor = geometric_mean(c.s("serial") / c.s("auto") for c in large)
-    one = geometric_mean(c.s("serial") / c.s("auto") for c in few)
-    pooled = geometric_mean(c.serial_s / c.copy_s for c in bags)
+    tensor, one = ([c.s("serial") / c.s("auto") for c in cases] for cases in (large, few))
+    pooled = [c.serial_s / c.copy_s for c in bags]
     return "\n".join([
-        "Speedups over NCCL and cuBLAS one after the other, in CUDA graphs, geometric means:",
+        "Speedups: geometric mean (least), NVLink multicast "
+        "[off](docs/support.md#nvlink-multicast).",
         "",
-        f"- **Tensor parallelism**: {tensor:.2f}x, all-gather + matmul and matmul + reduce-scatter "
-        f"of {len(large)} Llama-3 shards, 512 to 8192 tokens, {where['overlap']}.",
-        f"- **Decoding**: {one:.2f}x, matmul + all-reduce of 1 to 64 tokens, "
-        f"{where['decode']}.",
-        f"- **Experts**: {geometric_mean(device[where['experts']]):.2f}x over NCCL and torch's "
-        f"grouped matmul, token counts on the GPU, {where['experts']}.",
-        f"- **Embedding tables**: {pooled:.2f}x, lookup and all-to-all of {len(bags)} sizes, "
-        f"eager, {where['embedding']}.",
+        f"- **Tensor parallelism**: {_spread(tensor)}{_mark(rows_of('overlap'))} over NCCL, then "
+        f"cuBLAS, in CUDA graphs: {len(large)} Llama-3 layers as one of 8 GPUs holds them, run on "
+        f"{where['overlap']}.",
+        f"- **Decoding**: {_spread(one)}{_mark(rows_of('decode'))} over the same: matmul + "
+        f"all-reduce of 1 to 64 tokens, {where['decode']}. {_whole()}",
+        f"- **Experts**: over NCCL and torch's grouped matmul, counts on the GPU: {each}.",
+        f"- **Embedding tables**: {_spread(pooled)}{_mark(bags[0].case.rows)} over lookups, then "
+        f"NCCL, single calls, {len(bags)} sizes, {where['embedding']}.",
         "",
-        f"It loses in {lost} ({worst:.2f}x at worst), and in some eager decode "
-        f"calls ({plain:.2f}x, {gpus_of(two)}). "
-        'Where the model sees no gain, `plan="auto"` runs NCCL and cuBLAS, except for experts with '
-        "counts on the GPU.",
+        f"Slower: {lost}, {worst:.2f}x at worst; single eager decode calls, {plain:.2f}x at worst "
+        f"({gpus_of(two)}). Where no gain is predicted, "
+        '`plan="auto"` calls NCCL and cuBLAS, except for experts with counts on the GPU.',
     ])  # fmt: skip
+
+
+def _whole() -> str:
+    """What whole layers gain in decoding, of which matmul + all-reduce are a part."""
+    torch = (compiled.PLAIN, compiled.SCHEDULED, compiled.ONE_SHOT)
+    rows = [r for r in rows_of("compile") if r["step"] == compiled.DECODE and r["width"] == "70B"]
+    ratios = [ratio for case in taken(rows, "case")
+              if (ratio := compiled.over(case.graph, torch)) is not None]  # fmt: skip
+    return f"A whole compiled 70B layer: {_spread(ratios)}{_mark(rows)}, {gpus_of(rows)}."
+
+
+def _mark(rows: Sequence[Row]) -> str:
+    """A mark where rows were made from other code than today's."""
+    return f" {MARK}" if any(not is_current(row) for row in rows) else ""

@@ -365,7 +365,7 @@ def pictures(found: Mapping[int, list[Row]], images: Path) -> None:
         mark=ALONE,
         title=f"Tensor parallelism: {mean:.2f}x over serial in the mean, torch's fused operators "
         f"{torchs:.2f}x",
-        source=f"{place(rows)}; serial is NCCL + cuBLAS; torch in the mode in which it does better",
+        source=f"{place(rows)}; cut as for 8 GPUs; serial: NCCL + cuBLAS; torch in its better mode",
     )
     for path in sorted(RESULTS.glob("timeline-*.json")):
         measured = Timeline.from_json(plan_word(path.read_text()))

@@ -6,13 +6,14 @@ whose experiment has no rows yet is "not measured", with the command that measur
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from benchmarks import ficco_findings as finer
 from benchmarks import ficco_scores
 from benchmarks import fused_findings as fused
 from benchmarks import paper_findings as found
 from benchmarks.options import LIMIT_S
-from benchmarks.paper_findings import ELSEWHERE, Found, never
+from benchmarks.paper_findings import ELSEWHERE, NOT_YET, Found, never
 from benchmarks.pictures import shown
-from benchmarks.rows import KINDS, RESULTS, Row
+from benchmarks.rows import KINDS, RESULTS, Row, kind_of
 from benchmarks.tables import grid, source
 
 INTRO = (
@@ -42,10 +43,13 @@ class Claim(NamedTuple):
 
 PAPER = "bench resources --paper"
 FUSED = "bench fused --paper"
+FICCO = "B. FiCCO (arXiv 2512.10236)"
 CLAIMS: dict[str, tuple[Claim, ...]] = {
     "A. Resource-aware overlap (arXiv 2606.09200)": (
         Claim("shared memory per block and stream priority are controls over any kernel",
               found.both_controls, "resources", "bench resources"),
+        Claim("no library and no kernel is modified", found.unchanged, "resources",
+              "bench resources"),
         Claim("up to 25.5 % less time than plain overlap (A40, cb + all-reduce)", found.up_to,
               "resources", "bench resources"),
         Claim("shaping lets blocks of both kernels be resident, and overlap", found.shaping_alone,
@@ -67,9 +71,24 @@ CLAIMS: dict[str, tuple[Claim, ...]] = {
         Claim("no automatic choice, no other control", found.other_controls, "resources",
               "bench resources"),
     ),
+    FICCO: (
+        Claim("ideal speedups up to 1.7x", finer.ideal, "ficco", "bench ficco"),
+        Claim("offloading communication to DMA engines lowers contention", finer.engines, "losses",
+              "bench losses"),
+        Claim("finer chunks bring overlap to a wider set of topologies", finer.topologies, "ficco",
+              "bench ficco"),
+        Claim("asymmetric communication, as of MoE", never(NOT_YET)),
+    ),
     "C. Fused computation-collective operators (arXiv 2305.06942)": (
         Claim("embedding + all-to-all: 20 % less time in the mean, 32 % at most", fused.pooled,
               "embedding", "bench embedding"),
+        Claim("up to 58 % less time (first version of the text)", fused.at_most, "embedding",
+              "bench embedding"),
+        Claim("results go straight to the peer, without a copy", fused.zero_copy, "embedding",
+              "bench embedding"),
+        Claim("operators of PyTorch", fused.in_torch),
+        Claim("Triton, extended by communication", fused.in_triton),
+        Claim("lower peak demand for the network", never(NOT_YET)),
         Claim("GEMV + all-reduce: 13 % less in the mean, 22 % at most", fused.one_token, "decode",
               "bench decode"),
         Claim("GEMM + all-to-all: 12 % less in the mean, 20 % at most", fused.combined, "experts",
@@ -79,12 +98,12 @@ CLAIMS: dict[str, tuple[Claim, ...]] = {
         Claim("embedding + all-to-all between nodes: 31 % less", fused.between_nodes, "two_islands",
               "bench two_islands"),
         Claim("DLRM on 128 nodes, simulated: 21 % less", fused.dlrm, "",
-              "scale dlrm-paper --gpus 128"),
-        Claim("tasks for remote peers first: skew falls from about 7 % to 1 %",
+              "scale dlrm-paper --gpus 128 --machine h100-1 --nic 200G"),
+        Claim("tasks for remote peers first: skew between nodes falls from about 7 % to 1 %",
               fused.order_of_tasks, "paper_fused", FUSED),
         Claim("fused kernels cost 12.5 % of occupancy, and still win", fused.occupancy_cost,
               "paper_fused", FUSED),
-        Claim("the last block of a slice sends it: slices beat whole outputs", fused.slices,
+        Claim("between nodes the last block of a slice sends it", fused.slices,
               "paper_fused", FUSED),
     ),
 }  # fmt: skip
@@ -92,7 +111,6 @@ PICTURES = (  # of the first paper: whose rows, the picture, what it shows
     ("paper_resources", "sharing-paper", "TimeRatio of each arm of each pair"),
     ("paper_thread_blocks", "sharing-blocks", "TimeRatio over thread blocks"),
 )
-FICCO = "B. FiCCO (arXiv 2512.10236)"
 
 
 def _file_of(benchmark: str) -> str:
@@ -105,6 +123,15 @@ def _file_of(benchmark: str) -> str:
     return f"`{found[-1]}`" if found else "-"
 
 
+def _files(rows: Sequence[Row], benchmark: str) -> str:
+    """The files that rows are in, else that of the benchmark."""
+    names = dict.fromkeys(
+        f"`{row['table'].replace('_', '-')}-{row['ranks']}x-{kind_of(row['gpu'])}.jsonl`"
+        for row in rows
+    )
+    return ", ".join(names) or _file_of(benchmark)
+
+
 def _command(text: str) -> str:
     return f"`counterpoint {text}`" if text else "-"
 
@@ -115,7 +142,7 @@ def lines_of(claims: Sequence[Claim]) -> tuple[list[list[str]], list[Row]]:
     rows: list[Row] = []
     for claim in claims:
         out = claim.found()
-        lines.append([claim.text, out.text, f"**{out.verdict}**", _file_of(claim.benchmark),
+        lines.append([claim.text, out.text, f"**{out.verdict}**", _files(out.rows, claim.benchmark),
                       _command(claim.command)])  # fmt: skip
         rows += out.rows
     return lines, rows
@@ -135,7 +162,11 @@ def text() -> str:
     replay = found.most("ficco")
     lines = [[*cells[:2], f"**{cells[2]}**", _file_of("ficco"), _command("bench ficco")]
              for cells in ficco_scores.claim_lines(replay)]  # fmt: skip
-    parts[FICCO] = f"{grid(HEAD, lines)}\n\nCompute measured, links modelled: {source(replay)}"
+    more, rows = lines_of(CLAIMS[FICCO])
+    parts[FICCO] = (
+        f"{grid(HEAD, [*lines, *more])}\n\nCompute measured, links modelled: {source(replay)} "
+        f"Contention: {source(rows)}\n\n{finer.noise()}"
+    )
     return "\n\n".join([INTRO, *(f"## {paper}\n\n{parts[paper]}" for paper in sorted(parts))])
 
 

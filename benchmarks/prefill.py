@@ -183,7 +183,7 @@ def pictures(found: Mapping[int, list[Row]], images: Path) -> None:
         mark=ALONE,
         title=f"Prefill: matmul + all-reduce, {geometric_mean(map(over, shapes)):.2f}x over "
               "serial in the mean",
-        source=f"{place(rows)}; serial is cuBLAS + NCCL",
+        source=f"{place(rows)}; TP8: as one of 8 GPUs holds it; serial is cuBLAS + NCCL",
     )  # fmt: skip
 
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 import counterpoint as cp
-from benchmarks import options
+from benchmarks import options, sources
 from benchmarks.choice import forget_tuned
 from benchmarks.declare import Arms, Bench, Benchmark, Call, Case, WrongResultError
 from benchmarks.rows import Row, kind_of
@@ -75,7 +75,7 @@ def measured(benchmark: Benchmark, case: Case, bench: Bench) -> list[Row]:
         arms.close()
         facts = {"bytes": benchmark.moved(case, bench.ranks)} | dict(arms.facts)
     facts = {"table": benchmark.name, "case": case.name, "ranks": bench.ranks} | dict(facts)
-    facts |= record.environment()
+    facts |= record.environment() | {"source": sources.digest_of(sources.imported())}
     rows = [{**row, **case.facts, **facts} for row in rows]
     if wrong := [f"{row['arm']}: {row['refused']}" for row in rows if row.get("wrong")]:
         raise WrongResultError(f"{benchmark.name} {case.name}, {'; '.join(wrong)}", rows)
@@ -264,6 +264,7 @@ def run(
         bench.meet()  # no rank frees what another one still writes to
         if bench.rank == 0 and out is not None:
             record.append(out, rows)
+            sources.keep(out.parent)
         say(f"{i}/{len(cases)}  {said(benchmark, case, rows)}")
         found += rows
         gc.collect()  # graphs, and what they point into

@@ -18,6 +18,7 @@ from benchmarks.tables import grid, measured, ms
 from counterpoint.machine import Machine
 from counterpoint.machine_of import machine_of
 from counterpoint.scale.checked import (
+    MLPERF_BESIDE_S,
     RUNS,
     Checked,
     band,
@@ -157,9 +158,11 @@ def _of_paper(paper: str) -> list[str]:
 
 def recommenders_table() -> str:
     """MLPerf's steps, which are none of the published ones above."""
-    lines = [[s.name, f"{s.reported_s * 1e3:.2f}", f"{s.simulated_s * 1e3:.2f}", f"{s.ratio:.2f}"]
+    lines = [[s.name, f"{s.reported_s * 1e3:.2f}", f"{s.simulated_s * 1e3:.2f}", f"{s.ratio:.2f}",
+              f"{(s.simulated_s + MLPERF_BESIDE_S) / s.reported_s:.2f}"]
              for s in recommenders()]  # fmt: skip
-    return grid(["step", "reported, ms", "simulated, ms", "simulated / reported"], lines)
+    beside = f"with {MLPERF_BESIDE_S * 1e3} ms of launches and input, assumed"
+    return grid(["step", "reported, ms", "simulated, ms", "simulated / reported", beside], lines)
 
 
 def own_table(steps: Sequence[Own]) -> str:

@@ -94,7 +94,8 @@ def table(
 
 def measured(
     head: Sequence[str], lines: Iterable[tuple[Sequence[str], Sequence[Row]]], note: str = "", *,
-    also: Sequence[Row] = (),
+    also: Sequence[Row] = (), older: Callable[[Sequence[Row]], object] | None = None,
+    said_of: str = "",
 ) -> str:  # fmt: skip
     """A table of rows, and under it where they are from; "" without lines.
 
@@ -106,6 +107,8 @@ def measured(
         lines: cells, and the rows that they are of.
         note: what else is said under it.
         also: rows that only the note is of, or all lines alike.
+        older: whether a line's rows are of older code; None: than the newest of the table.
+        said_of: what is said of such lines; "": the commit.
     """
     every = [(list(cells), rows) for cells, rows in lines]
     if not every:
@@ -114,11 +117,14 @@ def measured(
     head, every = [head[i] for i in full], [([cells[i] for i in full], r) for cells, r in every]
     rows = [row for _, some in every for row in some] + list(also)
     newest = max(rows, key=_age)["commit"]
-    older = False
-    for cells, some in every:
-        if any(row["commit"] != newest for row in some):
-            cells[0], older = f"{cells[0]} {MARK}", True
-    said = f" {MARK} By older code than commit {newest}." if older else ""
+
+    def is_older(some: Sequence[Row]) -> object:
+        return older(some) if older else any(row["commit"] != newest for row in some)
+
+    marked = [cells for cells, some in every if is_older(some)]
+    for cells in marked:
+        cells[0] = f"{cells[0]} {MARK}"
+    said = f" {said_of or f'{MARK} By older code than commit {newest}.'}" if marked else ""
     return f"{grid(head, [cells for cells, _ in every])}\n\n{source(rows, note)}{said}"
 
 

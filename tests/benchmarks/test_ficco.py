@@ -1,6 +1,7 @@
 """Schedules on a mesh: what is replayed, of which scenarios, and what is said of it."""
 
 import hashlib
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import cast
 
@@ -8,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import ficco, mesh_scenarios
+from benchmarks import ficco, ficco_tree, mesh_scenarios
 from benchmarks import ficco_scores as scores
 from benchmarks.declare import Bench
-from benchmarks.mesh_scenarios import FITTED, HELD_OUT, scenarios
+from benchmarks.mesh_scenarios import FITTED, GATHER, HELD_OUT, scenarios
 from benchmarks.replay import COMPUTED, OneRank, lane_of, operands_of, program_of
 from benchmarks.rows import results
 from benchmarks.score import constants, score
@@ -150,11 +151,27 @@ def test_other_links_change_what_is_replayed_and_no_pick():
 def test_what_is_held_out_was_scored_once():
     """Its first score is the published one: a rule or a model that changes has no second."""
     page = (ROOT / "docs/results/ficco.md").read_text()
-    _, _, first = page.partition("**Held out, scored once**")
+    _, _, first = page.partition("**Held out, as first scored**")
     first, _, _ = first.partition("**Fitted to**")
     right = {"the paper's rule, reconstructed": 31, "our rule": 93, "the model": 94}
     for name, share in right.items():
         assert f"\n| {name} | {share}% |" in first
+
+
+def test_a_tree_of_static_sizes_is_grown_where_one_may_fit():
+    fit, unseen = ([m for m in scores.scenarios_of(ROWS, part)[0] if m.problem.op == GATHER]
+                   for part in ficco.PARTS)  # fmt: skip
+    found = ficco_tree.by_depth(fit, unseen)
+    assert [*found] == [1, 2, 3] and (len(fit), len(unseen)) == (42, 51)
+    assert [round(seen.right, 2) for _, seen in found.values()] == [0.82, 0.76, 0.73]
+    assert [round(own.right, 2) for own, _ in found.values()] == [0.74, 0.81, 0.88]
+    tree = ficco_tree.grown(fit, 1)
+    assert ficco_tree.told(tree) == "M below 2896: `uniform_fused_2d`, else `hetero_fused_1d`"
+    few, many = (replace(fit[0].problem, m=m, rows=()) for m in (1024, 8192))
+    assert ficco_tree.pick(tree, few) == "uniform_fused_2d"
+    assert ficco_tree.pick(tree, many) == "hetero_fused_1d"
+    bad = ficco_tree.of_sizes(fit, unseen, lambda _: "hetero_unfused_1d")[0]
+    assert bad[2].startswith("confirmed") and "+- 12%" in bad[1]
 
 
 def test_every_scenario_has_rows_of_all_schedules():

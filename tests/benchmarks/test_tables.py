@@ -38,6 +38,7 @@ from benchmarks.readme import commands, replace, variables, write
 from benchmarks.rows import Row, gpus_of, kind_of, one_form, results, rows_of, taken
 from benchmarks.runner import declared
 from benchmarks.tables import (
+    MARK,
     ROOT,
     arm,
     both_modes,
@@ -465,9 +466,14 @@ def test_the_page_of_the_command_line_says_what_its_help_says():
 
 
 def test_the_readme_says_what_the_committed_rows_say():
-    page = (ROOT / "README.md").read_text()
+    """Without its marks: a change of the library may bring them, and turns nothing red."""
+
+    def plain(text: str) -> str:
+        return text.replace(f" {front.OTHER}", "").replace(f" {MARK}", "")
+
+    page = plain((ROOT / "README.md").read_text())
     for marker, text in (("bullets", front.bullets()), ("front", front.table())):
-        assert f"<!-- {marker}:start -->\n{text}\n<!-- {marker}:end -->" in page, (
+        assert f"<!-- {marker}:start -->\n{plain(text)}\n<!-- {marker}:end -->" in page, (
             "run `make readme`"
         )
     lines = front.lines()

@@ -18,8 +18,12 @@ PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 def bench(context: typer.Context) -> None:
     """Time plans, or other tables, against the libraries on this node's GPUs; from a checkout.
 
-    `counterpoint bench overlap` (the default) times every plan of the matmuls, `decode`, `experts`,
-    `embedding`, `resources`, ... what their names say. `-h` lists all names and options.
+    `counterpoint bench overlap` (the default) times every plan of the matmuls, the others what
+    their names say: overlap few_rows decode experts embedding embedding_gradient attention steps
+    training resources copies transports losses ficco evaluate compile soak norms fp8
+    attention_replay epilogue expert_layer invariant overlap_replay two_islands prefill
+    decode_experts fsdp fsdp_models expert_calls transformers_experts advise host_calls served.
+    `-h` lists all options.
 
     **Example:** `counterpoint bench overlap --list`
 
