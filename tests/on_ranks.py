@@ -49,7 +49,10 @@ def on_ranks(*worlds: int) -> Callable[[Callable[..., Any]], Any]:
 
 def script(rank: int, ranks: int, path: str, *words: str) -> str:
     """What a rank of the pool prints as `python path *words`, whose run_on_ranks starts none."""
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as said:
+    from rank_bodies import by_reference
+
+    said = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said), by_reference():
         patch.setattr(sys, "argv", [path, *words])
         runpy.run_path(path, run_name="__main__")
     return said.getvalue()

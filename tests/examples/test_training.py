@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from on_ranks import script
+from rank_bodies import by_reference
 from rankpool import RankError, RankPool
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -81,7 +82,8 @@ def with_frozen_tables(rank: int, world_size: int) -> str:
 
     example["train"].__globals__["Parallel"] = Frozen
     try:
-        example["train"](torch.device("cpu"), argparse.Namespace(dtype="float32", steps=4))
+        with by_reference():
+            example["train"](torch.device("cpu"), argparse.Namespace(dtype="float32", steps=4))
     except AssertionError as error:
         return str(error)
     return ""
