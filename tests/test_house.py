@@ -38,11 +38,16 @@ CIRCLES = {"measure/draw.py": 2, "measure/draw_step.py": 2, "plan/attended.py": 
 DOORS = ("adapters/", "cli/", "testing/", "device.py", "__main__.py")
 
 
+@cache
+def nodes(path: Path) -> list[ast.AST]:
+    return [*ast.walk(ast.parse(path.read_text()))]
+
+
 def code_lines(path: Path) -> int:
     """Lines that hold a token other than a docstring or a comment."""
     text = path.read_text()
     docs, code = set[int](), set[int]()
-    for node in ast.walk(ast.parse(text)):
+    for node in nodes(path):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             first = node.body[0] if node.body else None
             if first and ast.get_docstring(node, clean=False) is not None:
@@ -68,7 +73,7 @@ def imports(of: Path = HOUSE) -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for file, path in files(of).items():
         named = set[str]()
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             if isinstance(node, ast.Import):
                 named |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom):
