@@ -95,7 +95,7 @@ def test_forward_in_fp8_and_backward_in_bf16(rank: int, ranks: int, dtype: torch
         assert error < torch.finfo(torch.bfloat16).eps / 2
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("plan", ["auto", "shard_p2p"])
 @pytest.mark.parametrize("dim", [0, 1])
 @on_ranks(2)
