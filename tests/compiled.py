@@ -151,7 +151,8 @@ def worse(
     dynamic: bool | None = None, operators: Sequence[str] = (), apart: str | None = None,
     **options: Any,
 ) -> list[str]:  # fmt: skip
-    """Results of a step that are farther from fp64 than those of torch's own compile.
+    """Results of a step that are farther from fp64 than torch's: of its own compile, or, where
+    nothing is saved for a backward, of the model as it is.
 
     Args:
         make: a model in a dtype, and its input on this rank.
@@ -165,7 +166,7 @@ def worse(
         options: of `compile_options`.
     """
 
-    def results(dtype: torch.dtype, backend: Any) -> list[Tensor]:
+    def results(dtype: torch.dtype, backend: Any, dynamic: bool | None = None) -> list[Tensor]:
         model, x = make(dtype)
         leaves = leaves_of(model, x) if train else []
         with torch.set_grad_enabled(train):
@@ -177,9 +178,9 @@ def worse(
     with by_reference():
         want = results(torch.float64, None)
         with quick() as plain:
-            torchs = results(dtype, plain)
+            torchs = results(dtype, plain if train else None)
         with quick(overlap) as backend:
-            ours = results(dtype, backend)
+            ours = results(dtype, backend, dynamic)
     (report,) = overlap.reports
     assert report.matched == len(report.found) - len(left) == matched, str(report)
     assert [one.reason for one in report.found if one.reason] == list(left), str(report)

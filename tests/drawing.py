@@ -13,6 +13,7 @@ A test that goes through cases of its own takes some of them by the fixture `dra
     for size in draw(SIZES, 2):
 
     @pytest.mark.apart("make islands")  # of a command of its own: `make test` leaves it out
+    @pytest.mark.apart("make test-all")  # dear, and its lines are reached by other tests
 """
 
 import random

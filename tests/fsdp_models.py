@@ -58,7 +58,7 @@ class Step(NamedTuple):
     prefetch: int = 0
     checkpoint: bool = False
     clip: bool = False
-    steps: int = 4
+    steps: int = 3
     foreach: bool | None = None
 
 

@@ -4,6 +4,9 @@ It asserts on the ranks, or returns texts of what is wrong there: ranks then sta
 wrong case does not hide the others.
 """
 
+import contextlib
+import io
+import runpy
 import sys
 from collections.abc import Callable
 from inspect import Parameter, signature
@@ -42,3 +45,14 @@ def on_ranks(*worlds: int) -> Callable[[Callable[..., Any]], Any]:
         return pytest.mark.parametrize("ranks", worlds)(test) if len(worlds) > 1 else test
 
     return made
+
+
+def script(rank: int, ranks: int, path: str, *words: str) -> str:
+    """What a rank of the pool prints as `python path *words`, whose run_on_ranks starts none."""
+    from rank_bodies import by_reference
+
+    said = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said), by_reference():
+        patch.setattr(sys, "argv", [path, *words])
+        runpy.run_path(path, run_name="__main__")
+    return said.getvalue()

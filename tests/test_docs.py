@@ -176,6 +176,7 @@ def test_of_a_wide_table_the_columns_that_matter_are_seen():
 
 
 @pytest.mark.skipif(find_spec("mkdocs") is None, reason="needs the extra `docs`: `make docs`")
+@pytest.mark.apart("make test-all")
 def test_the_site_builds_without_a_warning_and_fetches_nothing(tmp_path: Path):
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)],

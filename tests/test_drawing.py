@@ -56,7 +56,7 @@ def test_every_grid_has_a_case_in_make_test():
     assert not re.search(r"pytest.* (-m|-k|--deselect|--ignore) ?", recipes["test"])
 
 
-APART = {"make islands", "make models", "make faults", "make interrupts"}
+APART = {"make islands", "make models", "make faults", "make interrupts", "make test-all"}
 
 
 @pytest.mark.apart("make faults")
@@ -69,7 +69,7 @@ def test_what_is_apart_is_left_to_its_command(request: pytest.FixtureRequest):
 def test_each_that_is_apart_has_such_a_command():
     root = Path(__file__).parent
     made = (root.parent / "Makefile").read_text()
-    marked = re.compile(r"^@pytest\.mark\.apart\(\"(.*?)\"\)", re.M)
+    marked = re.compile(r"pytest\.mark\.apart\(\"(.*?)\"\)")
     found = {name for path in root.rglob("test_*.py") for name in marked.findall(path.read_text())}
     assert found and found <= APART
     assert all(f"\n{name.removeprefix('make ')}:" in made for name in found)

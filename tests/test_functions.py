@@ -1,7 +1,7 @@
 """How long a function may be, and how many arguments it may take."""
 
 import ast
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import counterpoint
@@ -11,14 +11,17 @@ MOST_LINES = 60  # docstring included
 MOST_ARGUMENTS = 8  # self and cls are none
 
 
-def functions() -> Iterator[tuple[str, ast.FunctionDef]]:
+@cache
+def functions() -> list[tuple[str, ast.FunctionDef]]:
     """Each function of the package, as "ops/call.py run"; but those of Triton's."""
+    found: list[tuple[str, ast.FunctionDef]] = []
     for path in sorted(PACKAGE.rglob("*.py")):
         file = path.relative_to(PACKAGE).as_posix()
         if not file.startswith("kernels/") and "/kernel_" not in file:
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.FunctionDef):
-                    yield f"{file} {node.name}", node
+                    found.append((f"{file} {node.name}", node))
+    return found
 
 
 def num_arguments(node: ast.FunctionDef) -> int:

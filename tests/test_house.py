@@ -19,9 +19,9 @@ ROOT = Path(__file__).parent.parent
 HOUSE = ROOT / "src" / "counterpoint"
 # lines of code of each folder, as they are: a change that needs more says why, and edits this table
 CODE = {
-    ".": 1696, "adapters": 2374, "advice": 1376, "attention": 878, "choose": 630, "cli": 2375,
+    ".": 1696, "adapters": 2374, "advice": 1376, "attention": 878, "choose": 631, "cli": 2375,
     "embedding": 2333, "experts": 5525, "fsdp": 2005, "gpu": 1005, "group": 2331,
-    "kernels": 629, "measure": 2096, "model": 666, "nn": 1000, "norms": 931, "ops": 1640,
+    "kernels": 629, "measure": 2096, "model": 667, "nn": 1000, "norms": 931, "ops": 1641,
     "plan": 2069, "resources": 1429, "run": 1994, "scale": 3051, "schedules": 1003,
     "tensor_parallel": 2009, "testing": 350,
 }  # fmt: skip
@@ -43,11 +43,16 @@ CORE = ("choose/", "gpu/", "group/", "kernels/", "model/", "ops/", "plan/", "run
 DOORS = ("adapters/", "cli/", "testing/", "device.py", "__main__.py")
 
 
+@cache
+def nodes(path: Path) -> list[ast.AST]:
+    return [*ast.walk(ast.parse(path.read_text()))]
+
+
 def code_lines(path: Path) -> int:
     """Lines that hold a token other than a docstring or a comment."""
     text = path.read_text()
     docs, code = set[int](), set[int]()
-    for node in ast.walk(ast.parse(text)):
+    for node in nodes(path):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             first = node.body[0] if node.body else None
             if first and ast.get_docstring(node, clean=False) is not None:
@@ -73,7 +78,7 @@ def imports(of: Path = HOUSE) -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for file, path in files(of).items():
         named = set[str]()
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             if isinstance(node, ast.Import):
                 named |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom):

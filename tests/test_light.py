@@ -33,6 +33,7 @@ def test_lines_that_install_are_the_extras():
     assert not light & INSTALLED_BY.keys()
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -47,6 +48,7 @@ def test_a_command_that_is_arithmetic_runs(words: str, said: str):
     assert said in python("-c", COMMAND, *words.split(), COLUMNS="120")
 
 
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize(
     ("words", "package"),
     [

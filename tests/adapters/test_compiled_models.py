@@ -71,7 +71,7 @@ def mlp(dim: int, ranks: int, dtype: torch.dtype) -> tuple[nn.Module, Tensor]:
     return parallelize_module(model, mesh, plan), x.chunk(ranks, dim)[dist.get_rank()].clone()
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("name", NAMES)
 @on_ranks(2)
 def test_models_of_torch(rank: int, world_size: int, name: str):
@@ -85,7 +85,7 @@ def test_models_of_torch(rank: int, world_size: int, name: str):
     return worse(make, matched=COLLECTIVES[form], train=name != DECODE)
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.apart("make test-all")
 @pytest.mark.parametrize("name", ["llama", "gpt2 tp"])
 @on_ranks(4)
 def test_models_on_4_ranks_in_bf16(rank: int, world_size: int, name: str):
@@ -96,7 +96,7 @@ def test_models_on_4_ranks_in_bf16(rank: int, world_size: int, name: str):
     return worse(make, matched=COLLECTIVES[name], dtype=torch.bfloat16)
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("dim", [0, 1, 2])
 @on_ranks(2)
 def test_any_dim_is_gathered_and_scattered(rank: int, world_size: int, dim: int):

@@ -94,7 +94,7 @@ def rms(h: Tensor, weight: Tensor) -> Tensor:
     return F.rms_norm(h, (N,), weight, 1e-5)
 
 
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("layer", [with_residual, alone, of_transformers, by_layer, by_layer_alone])
 @on_ranks(2)

@@ -136,7 +136,7 @@ def mean(y: Tensor, group: dist.ProcessGroup) -> Tensor:
     return collectives.all_reduce(y, "avg", group)
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("reduce", [columns, rows, mean_of_rows, everyone, mean])
 @on_ranks(2)
 def test_a_bias_that_differs_by_rank(

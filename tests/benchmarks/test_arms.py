@@ -124,10 +124,10 @@ def rows_of(rank: int, ranks: int, name: str) -> list[dict[str, Any]]:
         return measured(benchmark, case, Bench(world(), torch.device("cpu"), rounds=2))
 
 
-@pytest.mark.drawn(8)
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize("name", CASES)
 def test_arms_are_right_and_give_rows(pool: RankPool, name: str):
-    rows, *_ = pool.run(rows_of, 2, name, timeout_s=90)
+    rows, *_ = pool.run(rows_of, 2, name)
     timed = {row["arm"]: row for row in rows if "refused" not in row}
     assert ARMS[name] <= set(timed)
     assert all(row["median_s"] > 0 and row["ranks"] == 2 for row in timed.values())
@@ -157,13 +157,13 @@ def steps_of(rank: int, ranks: int, which: str, planted: str) -> list[dict[str, 
         return measured(benchmark, Case("small", {}), Bench(world(), torch.device("cpu")))
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("which", "ranks"), [("dlrm", 2), ("dlrm, Zipf", 3), ("paper", 2), ("3", 2), ("1", 3)]
 )
 def test_steps(pool: RankPool, which: str, ranks: int):
     """Each update is held against fp64, too."""
-    rows, *_ = pool.run(steps_of, ranks, which, "", timeout_s=120)
+    rows, *_ = pool.run(steps_of, ranks, which, "")
     found = {row["arm"]: row for row in rows}
     if which in MODELS:
         ways, checked = ("fused", "torch", "lookup"), (BOTH, STEP, IN_BACKWARD)
@@ -188,7 +188,7 @@ def test_steps(pool: RankPool, which: str, ranks: int):
 )
 def test_steps_that_are_off_on_one_rank_are_refused(pool: RankPool, which: str, arm: str):
     with pytest.raises(RankError) as raised:
-        pool.run(steps_of, 2, which, arm, timeout_s=120)
+        pool.run(steps_of, 2, which, arm)
     assert str(raised.value).count(f"small, {arm}: off by") >= 1
 
 
@@ -221,7 +221,7 @@ def off_in_bf16(rank: int, ranks: int) -> list[float]:
 
 def test_a_table_that_is_off_in_bf16_is_seen(pool: RankPool):
     """What dense layers round is in what is wanted, too: 2 % are more than rounding explains."""
-    *right, wrong = pool.run(off_in_bf16, 2, timeout_s=120)[0]
+    *right, wrong = pool.run(off_in_bf16, 2)[0]
     assert max(right) < 2 * steps_dlrm.EXACT < 0.019 < wrong < 0.025
 
 
@@ -259,10 +259,10 @@ def soaked(rank: int, op: str, bench: Bench) -> tuple[list[bool], list[bool], st
     return quiet, off, ""
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("op", soak.CALLS)
 def test_a_soak_counts_what_is_wrong(pool: RankPool, op: str):
-    for quiet, off, error in pool.run(compared, 2, op, timeout_s=90):
+    for quiet, off, error in pool.run(compared, 2, op):
         assert not any(quiet) and off and all(off)
         assert error.startswith(f"soak of {op}: a quiet call is off by")
 

@@ -42,7 +42,7 @@ def rows_of(rank: int, ranks: int, step: str) -> list[dict[str, Any]]:
 def test_arms_are_right_and_count_collectives(
     pool: RankPool, step: str, collectives: Mapping[str, int]
 ):
-    rows, *_ = pool.run(rows_of, 2, step, timeout_s=300)
+    rows, *_ = pool.run(rows_of, 2, step)
     found = {row["arm"]: row for row in rows}
     plain, ours = found[PLAIN], found[OURS]
     assert plain["collectives_left"] == collectives and plain["fused"] == {}

@@ -5,6 +5,7 @@ from unittest import mock
 
 import pytest
 import torch
+from drawing import Draw
 from on_ranks import on_ranks
 from torch.distributed.distributed_c10d import _get_default_group as world
 from torch.distributed.fsdp import FSDPModule
@@ -15,9 +16,9 @@ from benchmarks.rows import results
 
 
 @on_ranks(2)
-def test_all_arms_of_a_step(rank: int, ranks: int):
-    for case in (fsdp.case_of("eager", 16, width="toy"),
-                 fsdp.case_of("eager", 16, width="toy", adamw=True, memory="ring")):  # fmt: skip
+def test_all_arms_of_a_step(rank: int, ranks: int, draw: Draw):
+    for more in draw([{}, {"adamw": True, "memory": "ring"}], 1):
+        case = fsdp.case_of("eager", 16, width="toy", **more)
         rows = fsdp.rows(case, Bench(world(), torch.device("cpu"), rounds=2))
         arms = [fsdp.AS_IS, fsdp.COMPUTE, fsdp.OURS, fsdp.ZERO2]
         if hasattr(FSDPModule, "set_reduce_scatter_max_input_buffers"):
@@ -48,7 +49,7 @@ def test_a_table_of_advice():
     assert "10.0 of 12.0 (-17%)" in text and "4.5 of 5.0 (-10%)" in text
 
 
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("name", fsdp_models.MODELS)
 @on_ranks(2)
 def test_losses_of_a_model_are_torchs(rank: int, ranks: int, name: str):

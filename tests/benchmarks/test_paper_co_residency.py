@@ -67,7 +67,7 @@ def rows_of(rank: int, ranks: int) -> list[dict[str, Any]]:
 
 
 def test_both_kernels_are_right_and_say_when_they_ran(pool: RankPool):
-    rows, *_ = pool.run(rows_of, 2, timeout_s=120)
+    rows, *_ = pool.run(rows_of, 2)
     arms = {row["arm"]: row for row in rows}
     assert list(arms) == [co_residency.BASELINE, "matmul", "collective", *co_residency.ORDERS]
     for name, row in arms.items():
@@ -86,7 +86,7 @@ def test_both_kernels_are_right_and_say_when_they_ran(pool: RankPool):
 
 def test_a_piece_that_did_not_arrive_is_refused(pool: RankPool):
     with pytest.raises(RankError, match="one after the other: off by"):
-        pool.run(without_a_piece, 2, timeout_s=120)
+        pool.run(without_a_piece, 2)
 
 
 def without_a_piece(rank: int, ranks: int) -> list[dict[str, Any]]:

@@ -36,7 +36,7 @@ def sliced_rows(rank: int, ranks: int, experiment: str) -> list[dict[str, Any]]:
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("experiment", paper_fused.EXPERIMENTS)
 def test_every_way_stores_the_same(pool: RankPool, experiment: str):
-    rows, *_ = pool.run(sliced_rows, 2, experiment, timeout_s=120)
+    rows, *_ = pool.run(sliced_rows, 2, experiment)
     timed = {row["arm"]: row for row in rows if "refused" not in row}
     ours = {name: row for name, row in timed.items() if name != paper_fused.BASELINE}
     assert len(ours) >= 5 and all(row["error"] < 1e-2 for row in timed.values())
@@ -74,7 +74,7 @@ def ordered(rank: int, ranks: int) -> list[str]:
 
 
 def test_orders_again_and_again(pool: RankPool):
-    assert pool.run(ordered, 2, timeout_s=120) == [[]] * 2
+    assert pool.run(ordered, 2) == [[]] * 2
 
 
 def interleaved(rank: int, processes: int, ranks: int, order: int) -> list[int]:
@@ -116,7 +116,7 @@ def interleaved(rank: int, processes: int, ranks: int, order: int) -> list[int]:
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("order", [0, 1, 2])
 def test_in_every_order_of_programs(pool: RankPool, order: int):
-    assert pool.run(interleaved, 1, 4, order, timeout_s=120) == [[]]
+    assert pool.run(interleaved, 1, 4, order) == [[]]
 
 
 def operator_rows(rank: int, ranks: int, name: str) -> list[dict[str, Any]]:
@@ -129,7 +129,7 @@ def operator_rows(rank: int, ranks: int, name: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_the_operators(pool: RankPool, name: str):
-    rows, *_ = pool.run(operator_rows, 2, name, timeout_s=120)
+    rows, *_ = pool.run(operator_rows, 2, name)
     timed = {row["arm"] for row in rows if "refused" not in row}
     _, kept = next(kept for word, kept in paper_fused.KEPT.items() if word in name)
     assert timed <= set(kept) and len(timed) >= 3

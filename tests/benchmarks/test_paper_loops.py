@@ -75,7 +75,7 @@ def grid_rows(rank: int, ranks: int, off: str = "") -> list[Row]:
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("name", ["cuBLAS", "tile"])
 def test_arms_of_a_pair(pool: RankPool, name: str):
-    rows, *_ = pool.run(rows_of, 2, name, timeout_s=120)
+    rows, *_ = pool.run(rows_of, 2, name)
     timed = {row["arm"]: row for row in rows if "refused" not in row}
     assert set(timed) == {"sequential", "plain overlap"}
     assert timed["sequential"]["time_ratio"] == 1 and timed["plain overlap"]["time_ratio"] > 0
@@ -86,7 +86,7 @@ def test_arms_of_a_pair(pool: RankPool, name: str):
 
 def test_every_grid_computes_the_same(pool: RankPool):
     """One block for all tiles, one for each, and one that has none."""
-    rows, *_ = pool.run(grid_rows, 2, timeout_s=120)
+    rows, *_ = pool.run(grid_rows, 2)
     timed = [row for row in rows if "refused" not in row]
     assert [(row["blocks"], row["arm"]) for row in timed] == [
         (blocks, arm) for blocks in (1, 6, 5) for arm in ("sequential", "overlap")
@@ -95,7 +95,7 @@ def test_every_grid_computes_the_same(pool: RankPool):
 
 
 def test_a_setting_that_is_wrong_loses_no_other_row(pool: RankPool):
-    for rows in pool.run(grid_rows, 2, "overlap", timeout_s=120):
+    for rows in pool.run(grid_rows, 2, "overlap"):
         wrong = [row for row in rows if row.get("wrong")]
         assert [(row["arm"], row["blocks"]) for row in wrong] == [
             ("overlap", blocks) for blocks in (1, 6, 5)
@@ -214,7 +214,7 @@ def test_a_setting_off_by_more_than_twice_the_sequential_one_is_refused(
 
 
 def test_rows_of_graphs(pool: RankPool):
-    rows, *_ = pool.run(graph_rows, 2, timeout_s=120)
+    rows, *_ = pool.run(graph_rows, 2)
     arms = {row["arm"]: row for row in rows}
     assert list(arms) == ["shapes", "sequential", "plain overlap", "priority", "shaping", "tuned"]
     assert arms["priority"]["refused"] == "no such stream"

@@ -105,7 +105,7 @@ def rows_of(rank: int, ranks: int, library: bool) -> tuple[list[Row], dict[str, 
 
 @pytest.mark.parametrize("library", [True, False])
 def test_an_arm_runs_where_it_can_or_says_why_not(pool: RankPool, library: bool):
-    (rows, refused), *_ = pool.run(rows_of, 2, library, timeout_s=120)
+    (rows, refused), *_ = pool.run(rows_of, 2, library)
     timed = {row["arm"]: row for row in rows}
     assert set(timed) == set(SOME) - {"green context"} - (set() if library else {"zero CTA"})
     assert all(row["error"] < 1e-5 and row["median_s"] > 0 for row in rows)

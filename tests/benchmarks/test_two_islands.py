@@ -39,7 +39,7 @@ def inside(rank: int, ranks: int, op: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("op", SMALL)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_arms_between_islands_are_right_and_give_rows(pool: RankPool, op: str, ranks: int):
-    rows, *_ = pool.run(inside, ranks, op, timeout_s=120)
+    rows, *_ = pool.run(inside, ranks, op)
     timed = {row["arm"]: row for row in rows}
     parts = {"compute", "exchange"} | (set() if op == two_islands.BAGS else {"wire"})
     assert set(timed) == ARMS | parts and all(row["median_s"] > 0 for row in rows)
@@ -58,6 +58,7 @@ def started(rank: int, ranks: int) -> list[dict[str, Any]]:
         return two_islands.rows(SMALL[two_islands.GATHER], Bench(world(), CPU, rounds=2))
 
 
+@pytest.mark.apart("make test-all")
 def test_ranks_of_islands_are_started_and_all_get_their_rows():
     first, second = spawn(started, 2, timeout_s=600)
     assert first == second and {row["arm"] for row in first} == {*ARMS, "wire"}

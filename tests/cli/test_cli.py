@@ -59,7 +59,10 @@ def masked(text: str) -> str:
     return " ".join(re.sub(r"\d+(\.\d+)?", "0", text).replace("│", " ").split())
 
 
-@pytest.mark.parametrize("command", ["plan", "advise", "scale", "occupancy", "evaluate", "bench"])
+@pytest.mark.parametrize("command", [
+    "plan", "advise", "scale", "occupancy", "bench",
+    pytest.param("evaluate", marks=pytest.mark.apart("make test-all")),
+])  # fmt: skip
 def test_examples_print_what_help_shows(command: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(ROOT)
     benchmarks_here(monkeypatch)
@@ -254,7 +257,8 @@ def test_the_demo_times_on_gpus_where_there_are_two(
     assert [table for table, *_ in ran] == ["overlap", "compile"]
 
 
-def test_doctor_says_what_is_missing_here_and_how_to_get_it():
+def test_doctor_says_what_is_missing_here_and_how_to_get_it(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     facts = json.loads(run("doctor", "--json"))
     assert facts["gpus"] == []
     assert "CPU ranks" in facts["missing"]["GPUs"]
@@ -263,7 +267,7 @@ def test_doctor_says_what_is_missing_here_and_how_to_get_it():
     assert facts["versions"]["torch"]
     assert {"COUNTERPOINT_TIMEOUT_S", "COUNTERPOINT_CACHE"} <= set(facts["environment"])
     assert facts["known"] | {"machine": None, "measured": False, "tuned_plans": 0} == facts["known"]
-    text = run("doctor")
+    text = invoke("doctor", columns=100).stdout
     assert [line for line in example("doctor")[1] if masked(line) not in masked(text)] == []
     assert "missing: GPUs" in text
     assert "nothing: auto is serial here" in text

@@ -5,16 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from on_ranks import on_ranks
+from on_ranks import on_ranks, script
 from peer_examples import FOLDER, MATMUL, SUM, example, gathered, whole
 from planted import post_relaxed
-from processes import python
 from rankpool import RankPool
 
 from counterpoint.testing.ptx import ACQUIRE, CAPABILITIES, RELEASE, compiled, wrong_order
 
-# what numpy 2.3 warns of and later ones refuse: a number made of an array of one element
-FROM_NUMPY_2_4 = "error:Conversion of an array with ndim:DeprecationWarning"
 SAID = {
     SUM: "five calls on 2 ranks agree with all-reduce and addition",
     MATMUL: "five calls on 2 ranks agree with matmul and reduce-scatter",
@@ -22,10 +19,9 @@ SAID = {
 CALLS = 6
 
 
-@pytest.mark.drawn(1)
 @pytest.mark.parametrize("name", SAID)
-def test_it_runs_as_a_user_runs_it(name: str):
-    assert SAID[name] in python("-W", FROM_NUMPY_2_4, str(FOLDER / f"{name}.py"), "--ranks", "2")
+def test_it_runs_as_a_script(pool: RankPool, name: str):
+    assert SAID[name] in pool.run(script, 2, str(FOLDER / f"{name}.py"))[0]
 
 
 @pytest.mark.parametrize("numel", [1, 97])

@@ -46,6 +46,7 @@ def gradients(
     return found
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("memory", ["kept", "ring"])
 @pytest.mark.parametrize(("slots", "again"), [(1, [2, 1, 0]), (2, [1, 0]), (4, [])])
 @on_ranks(2)
@@ -73,6 +74,7 @@ def write_parts(blocks: nn.Module) -> None:
         p.to_local().detach().mul_(0.5)  # type: ignore[operator]
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("memory", ["kept", "ring"])
 @pytest.mark.parametrize("change", [write_whole, write_parts])
 @on_ranks(2)
@@ -141,6 +143,7 @@ def stepped_between(model: Any, optimizer: torch.optim.Optimizer, rank: int) -> 
     y.float().sin().mean().backward()
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("memory", ["kept", "ring"])
 @pytest.mark.parametrize("life", [retained, two_forwards, stepped_between])
 @on_ranks(2)

@@ -67,6 +67,7 @@ def nothing(model: nn.Module) -> None:
     return None
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("policy", POLICIES)
 @on_ranks(2)
 def test_it_waits_for_gradients_to_be_reduced(rank: int, ranks: int, policy: str):
@@ -89,6 +90,7 @@ def test_it_waits_for_gradients_to_be_reduced(rank: int, ranks: int, policy: str
     assert overlapped.explain().endswith("on")
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("what", ["on", "off"])
 @on_ranks(2)
@@ -126,6 +128,7 @@ def test_it_does_not_end_while_a_backward_is_to_come(rank: int, ranks: int):
     overlapped.off()  # though the loss still has its graph
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("memory", ["auto", "kept", "ring"])
 @on_ranks(2)
 def test_two_models_of_which_one_waits_for_its_backward(rank: int, ranks: int, memory: str):
@@ -177,6 +180,7 @@ def test_a_group_that_is_not_used_next(rank: int, ranks: int, how: str):
     assert same(want, got)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("memory", ["auto", "kept", "ring"])
 @on_ranks(2)
 def test_it_begins_in_inference_mode(rank: int, ranks: int, memory: str):
@@ -278,7 +282,7 @@ def test_a_model_that_comes_after_a_verdict_against_ours_is_left(rank: int, rank
 def test_replicas_have_one_verdict(rank: int, ranks: int):
     """Though one of them alone finds torch faster."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    want, model = made(Step(), mesh), made(Step(), mesh)
+    want, model = (made(Step(hidden=(32,)), mesh) for _ in range(2))
     overlapped = cp.overlap(model, trial_steps=2)
     with mock.patch.object(Trial, "_ms", lambda self, step: 1.0 + self.ours(step) * (rank < 2)):
         for i in range(70):

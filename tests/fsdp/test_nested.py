@@ -91,7 +91,7 @@ def check(make: Any, run: Any, **options: Any) -> cp.Overlapped:
     return overlapped
 
 
-@pytest.mark.drawn(12)
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize(("memory", "trial_steps"), WAYS)
 @pytest.mark.parametrize("slots", [1, 2, 16])
 @pytest.mark.parametrize("again", [False, True])
@@ -105,6 +105,7 @@ def test_groups_within_groups(
     check(made_so, run, slots=slots, memory=memory, trial_steps=trial_steps)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(("memory", "trial_steps"), WAYS)
 @on_ranks(2)
 def test_one_slot_and_gathers_ahead_in_the_backward(
@@ -115,6 +116,7 @@ def test_one_slot_and_gathers_ahead_in_the_backward(
     check(lambda: made(Step(), mesh), run, slots=1, memory=memory, trial_steps=trial_steps)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(("memory", "trial_steps"), WAYS)
 @on_ranks(2)
 def test_weights_that_stay_gathered_while_gradients_accumulate(
@@ -136,6 +138,7 @@ def test_weights_that_stay_gathered_while_gradients_accumulate(
     check(lambda: made(Step(), mesh_of(ranks)), run, memory=memory, trial_steps=trial_steps)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(("memory", "trial_steps"), WAYS)
 @on_ranks(2)
 def test_gathers_by_hand_on_their_way_and_all_at_once(
@@ -163,6 +166,7 @@ def test_gathers_by_hand_on_their_way_and_all_at_once(
     check(lambda: made(Step(), mesh), run, memory=memory, trial_steps=trial_steps)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("trial_steps", [0, 4])
 @on_ranks(2)
 def test_two_models_in_one_of_which_one_waits_for_the_other(

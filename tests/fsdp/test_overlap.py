@@ -43,7 +43,7 @@ STEPS = {
 IN_PLACE = "gathered in place"
 
 
-@pytest.mark.drawn(10)
+@pytest.mark.drawn(8)
 @pytest.mark.parametrize("memory", ["kept", "ring"])
 @pytest.mark.parametrize("name", STEPS)
 @on_ranks(2)
@@ -55,6 +55,7 @@ def test_bits_are_torchs(rank: int, world_size: int, name: str, memory: str):
     assert not any(group.why_scatter for group in with_gradients), overlapped.explain()
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("name", ["mixed", "uneven rows", "accumulated, all reduced"])
 @on_ranks(4)
 def test_training_on_4_ranks_goes_as_torchs(rank: int, world_size: int, name: str):
@@ -100,6 +101,7 @@ def test_bf16_gradients_are_summed_in_fp32_even_where_torch_would_not(rank: int,
     assert "so bits differ" in overlapped.explain()
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("slots", [1, 3])
 @on_ranks(2)
 def test_any_number_of_slots(rank: int, world_size: int, slots: int):
@@ -107,6 +109,7 @@ def test_any_number_of_slots(rank: int, world_size: int, slots: int):
     assert same(want, got)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(("gather", "scatter"), [(True, False), (False, True), (False, False)])
 @on_ranks(2)
 def test_a_part_of_it(rank: int, world_size: int, gather: bool, scatter: bool):
@@ -241,6 +244,7 @@ SETTINGS: dict[str, Any] = {
 }
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("name", SETTINGS)
 @on_ranks(2)
 def test_settings_of_fsdp2(rank: int, world_size: int, name: str):
@@ -276,6 +280,7 @@ class Reused(nn.Module):
         return self.head(self.block(self.block(self.embed(tokens)))) * self.scale.sum()
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("memory", ["kept", "ring"])
 @on_ranks(2)
 def test_gradients_that_were_kept_in_fp32_travel_so(rank: int, world_size: int, memory: str):
@@ -394,6 +399,7 @@ REPLICATED = {"mixed": Step(), "fp32": Step(policy=None), "by 3": Step(factor=3.
               "accumulated": Step(micro=2, sync_all=True)}  # fmt: skip
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("name", REPLICATED)
 @on_ranks(4)
 def test_replicas_of_shards_are_summed_by_torch_behind_ours(rank: int, world_size: int, name: str):
@@ -467,6 +473,7 @@ def test_saved_and_loaded(rank: int, world_size: int):
     assert same(want, got)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("memory", ["kept", "ring"])
 @on_ranks(2)
 def test_parameters_that_are_sharded_by_another_dimension(rank: int, ranks: int, memory: str):
@@ -724,6 +731,7 @@ def test_a_rank_that_ends_is_named_on_all_others(pool: RankPool, when: str):
         assert "rank 1" in text, told
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("memory", ["kept", "ring"])
 @on_ranks(2)
 def test_a_late_rank_is_waited_for(rank: int, world_size: int, memory: str):
@@ -748,6 +756,7 @@ def test_a_late_rank_is_waited_for(rank: int, world_size: int, memory: str):
     assert same(want, trained(model, step, rank))
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("memory", ["kept", "ring"])
 @on_ranks(2)
 def test_what_a_late_peer_still_reads_is_not_written(rank: int, world_size: int, memory: str):

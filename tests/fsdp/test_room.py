@@ -39,6 +39,7 @@ def test_bytes_of_each_kind(rank: int, ranks: int):
     assert in_turn == kept | {"published": 0}
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("foreach", [False, True])
 @on_ranks(2)
 def test_torchs_steps_come_first_where_memory_is_to_be_found_out(

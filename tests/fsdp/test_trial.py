@@ -93,7 +93,7 @@ def test_steps_of_other_forwards_are_not_compared():
 
 @on_ranks(2)
 def test_both_ways_by_turns_change_no_bit(rank: int, world_size: int):
-    mesh, step = mesh_of(world_size), Step(steps=WARM_STEPS + 18, micro=2)
+    mesh, step = mesh_of(world_size), Step(hidden=(96,), steps=WARM_STEPS + 18, micro=2)
     want = trained(made(step, mesh), step, rank)
     for ours in (True, False):
         model = made(step, mesh)

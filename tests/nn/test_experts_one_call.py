@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from drawing import Draw
+from expert_bodies import small_kernels
 from expert_layer_bodies import pair
 from island_bodies import on_islands
 from on_ranks import on_ranks
@@ -114,18 +115,24 @@ def test_a_known_call_has_the_bits_of_its_operators(
     return found
 
 
-@pytest.mark.drawn(1)
-@pytest.mark.parametrize("hidden", [24, 136])
+@pytest.mark.parametrize(("hidden", "tiles"), [
+    (24, small_kernels), pytest.param(136, nullcontext, marks=pytest.mark.apart("make test-all")),
+])  # fmt: skip
 @on_ranks(2)
 def test_gate_and_up_are_activated_where_they_are_multiplied(
-    rank: int, ranks: int, hidden: int, draw: Draw
+    rank: int, ranks: int, hidden: int, tiles: Any
 ) -> list[str]:
     """By the kernel, interpreted: the bits of two kernels, with and without gradients."""
+    with tiles():
+        return _activated_where_they_are_multiplied(rank, ranks, hidden)
+
+
+def _activated_where_they_are_multiplied(rank: int, ranks: int, hidden: int) -> list[str]:
     layer, _ = pair(FEATURES, hidden, ranks * LOCAL, dtype=torch.float16, plan="fused")
     given = {name: t.half() if t.dtype == DTYPE else t
              for name, t in drawn(rank, (7, 3)[rank]).items()}  # fmt: skip
     wrong: list[str] = []
-    for needs in draw((NEEDS[0], NEEDS[-1]), 1):
+    for needs in (NEEDS[0], NEEDS[-1]):
         with Watching():
             want = step(layer, given, "logits", needs)
         got = [step(layer, given, "logits", needs) for _ in range(2)]
@@ -396,7 +403,7 @@ def test_weights_that_are_stored_by_rows(rank: int, ranks: int):
     layer.gate_up = torch.nn.Parameter(layer.gate_up.detach().mT.contiguous().mT)
     given = drawn(rank, 5)
     x, logits = given["x"].half(), given["logits"]
-    with torch.no_grad():
+    with torch.no_grad(), small_kernels():
         with Watching():
             want = layer(x, logits=logits, top_k=TOP)
         for _ in range(3):

@@ -95,7 +95,7 @@ def test_forward_in_fp8_and_backward_in_bf16(rank: int, ranks: int, dtype: torch
         assert error < torch.finfo(torch.bfloat16).eps / 2
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("plan", ["auto", "shard_p2p"])
 @pytest.mark.parametrize("dim", [0, 1])
 @on_ranks(2)
@@ -144,9 +144,11 @@ def test_what_is_refused(rank: int, ranks: int):
         direct(torch.randn(4, K))
 
 
+@pytest.mark.parametrize("steps", [
+    100, pytest.param(200, marks=pytest.mark.apart("make test-all"))])  # fmt: skip
 @on_ranks(2)
-def test_a_llama_in_fp8_follows_bf16(rank: int, ranks: int):
-    """200 steps on text of which half is noise, so that there is a loss to compare at the end."""
+def test_a_llama_in_fp8_follows_bf16(rank: int, ranks: int, steps: int):
+    """Text of which half is noise, so that there is a loss to compare at the end."""
     example = runpy.run_path(str(LLAMA))
     sizes = example["Sizes"](128, 8, 4, 128, 1, 48, 16, 4, 2e-3)
     models: list[nn.Module] = []
@@ -158,7 +160,7 @@ def test_a_llama_in_fp8_follows_bf16(rank: int, ranks: int):
     masters = [[p.detach().float() for p in model.parameters()] for model in models]
     adam = [torch.optim.AdamW(each, lr=sizes.learning_rate) for each in masters]
     losses: list[list[float]] = [[], []]
-    for step in range(200):
+    for step in range(steps):
         torch.manual_seed(step)
         tokens = torch.arange(sizes.positions + 1)[:, None] * 5 + torch.randint(48, (sizes.batch,))
         noise = torch.randint(48, tokens.shape)
