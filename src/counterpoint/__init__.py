@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from counterpoint.presets import preset
     from counterpoint.problem import Problem
     from counterpoint.runtime.groups import check, release
+    from counterpoint.runtime.guard import guard
     from counterpoint.runtime.run_on_ranks import run_on_ranks
     from counterpoint.timeline import Timeline
 
@@ -102,6 +103,7 @@ _HOME = {
     "exchange_counts": "ops.exchange_counts",
     "exchange_routes": "ops.exchange_routes",
     "explain": "adapters.explain",
+    "guard": "runtime.guard",
     "matmul_all_reduce": "ops.matmul_all_reduce",
     "matmul_all_reduce_layer_norm": "ops.matmul_all_reduce_norm",
     "matmul_all_reduce_rms_norm": "ops.matmul_all_reduce_norm",
@@ -154,6 +156,7 @@ __all__ = [
     "exchange_counts",
     "exchange_routes",
     "explain",
+    "guard",
     "matmul_all_reduce",
     "matmul_all_reduce_layer_norm",
     "matmul_all_reduce_rms_norm",

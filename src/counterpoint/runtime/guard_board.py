@@ -1,0 +1,299 @@
+"""The notice board of a guarded group: what its ranks call of torch.distributed, and who parts.
+
+A rank writes the digest of each collective, its number and where it was called, and goes on. It
+meets nobody. A thread compares the lines: see guard.py.
+"""
+
+import sys
+import threading
+import time
+from collections.abc import Hashable
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from counterpoint.errors import CounterpointError, InputError, PeerTimeoutError
+from counterpoint.runtime.notice_board import (
+    AWAITS,
+    CALLS,
+    FORWARD,
+    HEAD,
+    LEFT,
+    MAX_FACTS,
+    NUMBERS,
+    RESTART,
+    RING,
+    NoticeBoard,
+    Refused,
+    _read,
+    _write,
+    digest_of,
+)
+
+BUSY = FORWARD  # word of a line: whether the rank waits for another one, in any group
+PATIENCE_S = 1.0  # for ranks that have yet to come to a call of which two differ
+ELSEWHERE_S = 3.0  # longer for one that waits in another group: who holds it up is named there
+STANDS_S = 3.0  # for which a rank that awaits a dead one must not have moved
+OURS = torch.__path__[0], str(Path(__file__).parents[1]), "<frozen"  # whose frames are no caller's
+MOST_FRAMES = 32  # up to the caller's
+NAMES = 24  # calls, and places, that a line has in words
+UNKNOWN = "a call that is not known here"
+Call = tuple[str, int, Any, int]  # kind, elements (-1: ranks may differ), dtype, root (-1: none)
+
+_is_torch: dict[str, bool] = {}  # by file
+_places: dict[tuple[int, int], tuple[int, CodeType]] = {}  # the code is kept: its id is the key
+_place_names: dict[int, str] = {}
+
+
+def place_of(frame: FrameType | None) -> int:
+    """The number of where the caller is, outside of torch and of this library: see `place_names`."""
+    inner = frame
+    for _ in range(MOST_FRAMES):
+        if frame is None:
+            break
+        file = frame.f_code.co_filename
+        if (torchs := _is_torch.get(file)) is None:
+            torchs = _is_torch[file] = file.startswith(OURS)
+        if not torchs:
+            inner = frame
+            break
+        frame = frame.f_back
+    if inner is None:
+        return 0
+    key = id(inner.f_code), inner.f_lasti
+    if (known := _places.get(key)) is None:
+        name = f"{inner.f_code.co_filename}:{inner.f_lineno}"
+        known = _places[key] = digest_of(name), inner.f_code
+        _place_names[known[0]] = name
+    return known[0]
+
+
+class GuardBoard(NoticeBoard):
+    """The lines of a guarded group. Collective to make.
+
+    Args:
+        group: whose ranks.
+        timeout_s, bound: of every wait for a rank that is alive, and whose bound that is.
+
+    Attributes:
+        ranks_of_world: the number of each rank in torch's default group, by which it is named.
+        raised: this rank has raised the fault.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, timeout_s: float, bound: str) -> None:
+        super().__init__(group, "guard", timeout_s, bound)
+        self.ranks_of_world = [dist.get_global_rank(group, r) for r in range(self.ranks)]
+        self.names[:] = [f"rank {r}" for r in self.ranks_of_world]
+        self._of = "" if len(self.names) == dist.get_world_size() else f" of group {self.names}"
+        self._digests: dict[Call, int] = {}
+        self._call_names: dict[int, str] = {}
+        self._shown: object = None  # of what is in words
+        self._still: dict[Hashable, tuple[int, float]] = {}
+        self.raised = False
+
+    def jot(self, call: Call, frame: FrameType) -> None:
+        """Say that a collective begins.
+
+        Raises:
+            CounterpointError: the group is unusable.
+        """
+        if self.fault is not None:
+            self.check()
+        digest = self._digests.get(call) or self._learn(call)
+        calls = self.calls = self.calls + 1
+        slot = calls % RING
+        mine = self._mine
+        mine[HEAD + slot] = digest
+        mine[NUMBERS + slot] = place_of(frame)
+        mine[AWAITS] = 0
+        mine[CALLS] = calls  # behind what it counts: others read it first
+
+    def jot_to(self, peer: int) -> None:
+        """Say that a message begins, to or from a rank of the group: those are not compared.
+
+        Raises:
+            CounterpointError: the group is unusable.
+        """
+        if self.fault is not None:
+            self.check()
+        self._mine[AWAITS] = peer + 1
+
+    def _learn(self, call: Call) -> int:
+        if len(self._digests) > MAX_FACTS:
+            self._digests.clear()
+            self._call_names.clear()
+        kind, elements, dtype, root = call
+        words = kind if dtype is None else f"{kind} of "
+        if dtype is not None:
+            words += f"{elements} {dtype}" if elements >= 0 else f"{dtype}"
+        words = words.replace("torch.", "") + (f" from or to rank {root}" if root >= 0 else "")
+        digest = self._digests[call] = digest_of(words)
+        self._call_names[digest] = words
+        return digest
+
+    def check(self) -> None:
+        """Raise what made the group unusable, if anything did."""
+        self.raised = self.fault is not None
+        super().check()
+
+    def publish(self, stands: str, ended: str = "") -> None:
+        """Show in words what the numbers of this rank's line mean, where that is new.
+
+        Args:
+            stands: where its main thread is.
+            ended: by what error it has ended.
+        """
+        shown = len(self._call_names), len(_place_names), stands, ended
+        if shown != self._shown:
+            self._shown = shown
+            calls, places = ([*each.items()][-NAMES:] for each in (self._call_names, _place_names))
+            _write(self._words[self.rank], {
+                "op": "guard", "stands": stands[-300:], "ended": ended[:1000],
+                "names": [(number, name[-120:]) for number, name in (*calls, *places)],
+            })  # fmt: skip
+
+    def waits(self) -> bool:
+        """Whether this rank has come to a call that another rank has not."""
+        return any(self._lines[r][CALLS] < self.calls for r in self._peers)
+
+    def show_busy(self, waits: bool) -> None:
+        """Say whether this rank waits for another one in any group."""
+        self._mine[BUSY] = int(waits)
+
+    def wrong(self) -> CounterpointError | None:
+        """What is wrong with anybody; None where nothing is."""
+        try:
+            return self.look() or self._who_is_missing()
+        except Refused:  # nobody refuses a call here
+            return None
+
+    def _who_is_missing(self) -> CounterpointError | None:
+        """Who makes no call that this rank has made: it is dead, has left, or is too late."""
+        now_s, lines = time.monotonic(), self._lines
+        behind = sorted((r for r in self._peers if lines[r][CALLS] < self.calls),
+                        key=lambda r: lines[r][CALLS])  # fmt: skip
+        for r in behind:
+            if self.lost(r):
+                return self._missing(r, "")
+        for r in behind:
+            within_s = self.timeout_s + (ELSEWHERE_S if lines[r][BUSY] else 0.0)
+            if self._still_for(r, lines[r][CALLS], now_s) > within_s:
+                return self._missing(r, f" within {self.timeout_s:g} s")
+        return None
+
+    def _still_for(self, what: Hashable, state: int, now_s: float) -> float:
+        """For how long something has been in one state, as far as this rank has looked."""
+        before, since_s = self._still.get(what, (None, 0.0))
+        if before != state:
+            self._still[what] = state, now_s
+            return 0.0
+        return now_s - since_s
+
+    def stuck(self, stood_s: float) -> CounterpointError | None:
+        """Who holds up this rank, which has made no more calls than others and does not move.
+
+        Args:
+            stood_s: for how long its main thread has been at one instruction.
+        """
+        peer = self._mine[AWAITS] - 1
+        for r in self._peers if stood_s > STANDS_S else ():
+            if self.state(r).endswith("dead") and not self._lines[r][LEFT]:
+                return self._missing(r, "")
+        if peer >= 0 and stood_s > self.timeout_s and self._lines[peer][CALLS] <= self.calls:
+            return self._missing(self.culprit(peer), f" within {self.timeout_s:g} s")
+        return None
+
+    def first_cause(self) -> CounterpointError | None:
+        """Who is to blame for an error that has ended a call of this rank, if anybody is by now."""
+        for r in self._peers:
+            if self.state(r).endswith("dead"):
+                return self._missing(r, "")
+        return None
+
+    def late(self) -> CounterpointError | None:
+        """The rank that has made the fewest calls, of those that have made fewer than this one."""
+        r = min(self._peers, key=lambda r: self._lines[r][CALLS], default=self.rank)
+        return self._missing(r, "") if self._lines[r][CALLS] < self.calls else None
+
+    def ended_by(self, error: BaseException) -> CounterpointError:
+        """The fault of a rank that an error of its own has ended."""
+        text = f"{type(error).__name__}: {error}"[:600]
+        where = error.__traceback__
+        while where is not None and where.tb_next is not None:
+            where = where.tb_next
+        if where is not None:
+            text += f" ({where.tb_frame.f_code.co_filename}:{where.tb_lineno})"
+        name, last = self.names[self.rank], self._call_of(self.rank, self.calls)
+        text = f"guard: {name} has ended by {text}, {last}{RESTART}"
+        return PeerTimeoutError(text, rank=self.ranks_of_world[self.rank], step="call")
+
+    def _missing(self, r: int, within: str) -> PeerTimeoutError:
+        there = self._lines[r][CALLS]
+        if there < self.calls:
+            what = f"did not make collective {there + 1}{self._of}{within}: "
+            what += f"{self._described(self.rank, there + 1)} on {self.names[self.rank]}"
+        elif self._mine[AWAITS]:
+            what = f"did not take part in a message{self._of}{within}"
+        else:
+            what = f"is lost in collective {there}{self._of}, or after it"
+        said = _read(self._words[r]) or {}
+        stands = f"; it stands at {said['stands']}" if said.get("stands") else ""
+        state = "" if self._lines[r][LEFT] and said.get("ended") else f" ({self.state(r)})"
+        text = f"guard: {self.names[r]} {what}{state}; {self._call_of(r, there)}{stands}{RESTART}"
+        return PeerTimeoutError(text, rank=self.ranks_of_world[r], step="call")
+
+    def _call_of(self, r: int, call: int) -> str:
+        if not call:
+            return "it has made no collective here"
+        return f"its last was collective {call}, {self._described(r, call)}"
+
+    def _described(self, r: int, call: int) -> str:
+        """A call of a rank, and where it was made, in words."""
+        line, slot = self._lines[r], call % RING
+        said = dict((_read(self._words[r]) or {}).get("names", ())) if r != self.rank else {}
+        names = said | self._call_names | _place_names
+        if line[CALLS] - call >= RING - 1:
+            return "long ago"
+        where = names.get(line[NUMBERS + slot])
+        return names.get(line[HEAD + slot], UNKNOWN) + (f" at {where}" if where else "")
+
+    def _disagreement(self, r: int, call: int) -> CounterpointError | None:
+        """The error of ranks that have made another call than the most; None: others may come."""
+        sides: dict[int, list[int]] = {}
+        absent = False
+        for each in sorted({self.rank, *self._peers}):
+            line = self._lines[each]
+            if call <= line[CALLS] < call + RING - 1:
+                sides.setdefault(line[HEAD + call % RING], []).append(each)
+            else:
+                absent |= not self.lost(each) and line[CALLS] < call
+        most = sorted(sides.values(), key=len, reverse=True)
+        even = len(most) > 1 and len(most[0]) == len(most[1])
+        waited_s = self._still_for("disagreement", call, time.monotonic())
+        # another look sees what the first one may have seen half
+        if not waited_s or (even and absent and waited_s < PATIENCE_S):
+            return None
+        (want, got), more = most[:2], most[2:]
+        got = got + [each for side in more for each in side]
+        error = InputError(
+            "guard", f"collective {call}{self._of}",
+            want=f"{self._described(want[0], call)}, as on {self._named(want)}",
+            got=" and ".join(f"{self._described(each, call)} on {self.names[each]}" for each in got),
+            fix=RESTART[2:],
+        )  # fmt: skip
+        error.ranks = [self.ranks_of_world[each] for each in (want + got if even else got)]  # pyright: ignore
+        return error
+
+    def _named(self, ranks: list[int]) -> str:
+        numbers = [self.ranks_of_world[r] for r in ranks]
+        return f"rank {numbers[0]}" if len(numbers) == 1 else f"ranks {', '.join(map(str, numbers))}"
+
+def where_main_stands() -> tuple[Hashable, str]:
+    """Where the main thread of this process is: equal while it does not move; and in words."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    if frame is None:
+        return None, ""
+    return (id(frame), frame.f_lasti), _place_names.get(place_of(frame), "")
