@@ -34,13 +34,13 @@ class _Guarded:
     """All guarded groups of this process, and the thread that watches them.
 
     Attributes:
-        known: boards by the id of their group; False: it is not guarded.
+        known: boards by the id of their group, and by its name; False: it is not guarded.
         all: groups are met at their first collective.
         held: ids of groups that are guarded by name.
     """
 
     def __init__(self) -> None:
-        self.known: dict[int, GuardBoard | Literal[False]] = {}
+        self.known: dict[int | str, GuardBoard | Literal[False]] = {}
         self.all = False
         self.held = set[int]()
         self._seams: Seams | None = None
@@ -57,8 +57,8 @@ class _Guarded:
         if group.size() > 1 and dist.get_backend(group) != "fake":
             device = "cpu" if dist.get_backend(group) == "gloo" else "cuda"
             board = GuardBoard(group, *bound_of(group, torch.device(device)))
-        self.known[id(group)] = board
-        weakref.finalize(group, self.leave, id(group)).atexit = False
+        self.known[id(group)] = self.known[group.group_name] = board
+        weakref.finalize(group, self.leave, id(group), group.group_name).atexit = False
         self._start()
         return board
 
@@ -70,14 +70,16 @@ class _Guarded:
             name = "counterpoint-guard"
             threading.Thread(target=self._watch, args=given, name=name, daemon=True).start()
 
-    def leave(self, key: int, error: BaseException | None = None) -> None:
+    def leave(self, key: int, name: str, error: BaseException | None = None) -> None:
         """Guard a group no more.
 
         Args:
-            key: the id of the group.
+            key, name: the id of the group, and its name.
             error: what ends this rank's part.
         """
         board = self.known.pop(key, False)
+        if self.known.get(name) is board:
+            del self.known[name]
         self.held.discard(key)
         if board:
             if error is not None:
@@ -93,9 +95,9 @@ class _Guarded:
         self.all = False
         if error is not None:
             self._blame(error, self.live())
-        for key in [*self.known]:
-            if key not in self.held:
-                self.leave(key)
+        for key, board in [*self.known.items()]:
+            if isinstance(key, int) and key not in self.held:
+                self.leave(key, board.group_name if board else "")
 
     def end(self) -> None:
         """The process ends: what others do from now on is no fault."""
@@ -111,7 +113,7 @@ class _Guarded:
 
     def live(self) -> list[GuardBoard]:
         """The boards that there are."""
-        return [board for board in [*self.known.values()] if board]
+        return [board for key, board in [*self.known.items()] if board and isinstance(key, int)]
 
     def _watch(self, seams: Seams) -> None:
         while self._seams is seams:
@@ -144,7 +146,7 @@ class _Guarded:
         return now_s - self._stands[1], where
 
     def _tell(self, fault: CounterpointError) -> None:
-        """Say a fault here and in all groups, and end this process unless it goes on to raise it."""
+        """Say a fault here and in all groups; end this process, unless it goes on to raise it."""
         self.say(fault)
         since_s = time.monotonic()
         while (boards := self.live()) and not any(board.raised for board in boards):
@@ -201,8 +203,8 @@ os.register_at_fork(after_in_child=_guarded.end_in_copy)
 class Guard:
     """What `counterpoint.guard` returns: as a context manager, its end is that of the block."""
 
-    def __init__(self, key: int | None, *, is_first: bool) -> None:
-        self._key, self._is_first = key, is_first
+    def __init__(self, key: int | None, name: str, *, is_first: bool) -> None:
+        self._key, self._name, self._is_first = key, name, is_first
 
     def __enter__(self) -> Self:
         return self
@@ -218,7 +220,7 @@ class Guard:
         if self._key is None:
             _guarded.leave_all(error)
         else:
-            _guarded.leave(self._key, error)
+            _guarded.leave(self._key, self._name, error)
 
 
 def guard(group: dist.ProcessGroup | None = None) -> Guard:
@@ -255,9 +257,9 @@ def guard(group: dist.ProcessGroup | None = None) -> Guard:
     if group is None:
         is_first, _guarded.all = not _guarded.all, True
         _guarded.meet(found)
-        return Guard(None, is_first=is_first)
+        return Guard(None, "", is_first=is_first)
     is_first = not _guarded.meet(found)
     _guarded.meet(found, named=True)
     if is_first:
         _guarded.held.add(id(found))
-    return Guard(id(found), is_first=is_first)
+    return Guard(id(found), found.group_name, is_first=is_first)

@@ -4,6 +4,7 @@ A rank writes the digest of each collective, its number and where it was called,
 meets nobody. A thread compares the lines: see guard.py.
 """
 
+import contextlib
 import sys
 import threading
 import time
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import typing_extensions
 
 from counterpoint.errors import CounterpointError, InputError, PeerTimeoutError
 from counterpoint.runtime.notice_board import (
@@ -28,47 +30,44 @@ from counterpoint.runtime.notice_board import (
     RING,
     NoticeBoard,
     Refused,
-    _read,
-    _write,
     digest_of,
+    read_note,
+    write_note,
 )
 
 BUSY = FORWARD  # word of a line: whether the rank waits for another one, in any group
 PATIENCE_S = 1.0  # for ranks that have yet to come to a call of which two differ
 ELSEWHERE_S = 3.0  # longer for one that waits in another group: who holds it up is named there
 STANDS_S = 3.0  # for which a rank that awaits a dead one must not have moved
-OURS = torch.__path__[0], str(Path(__file__).parents[1]), "<frozen"  # whose frames are no caller's
+# files, or where they begin, whose frames are no caller's: wrappers of torch's functions, too
+OURS = (torch.__path__[0], str(Path(__file__).parents[1]), "<frozen", contextlib.__file__,
+        typing_extensions.__file__)  # fmt: skip
 MOST_FRAMES = 32  # up to the caller's
-NAMES = 24  # calls, and places, that a line has in words
+NAMES = 48  # of calls, and of places, that a line has in words
+USERS_FRAME = 4  # above `jot`: a method, a function of torch.distributed, and torch's log of it
 UNKNOWN = "a call that is not known here"
 Call = tuple[str, int, Any, int]  # kind, elements (-1: ranks may differ), dtype, root (-1: none)
 
-_is_torch: dict[str, bool] = {}  # by file
-_places: dict[tuple[int, int], tuple[int, CodeType]] = {}  # the code is kept: its id is the key
-_place_names: dict[int, str] = {}
+_getframe, _current_frames = sys._getframe, sys._current_frames  # pyright: ignore
+_ours = set[str]()  # files of theirs
 
 
-def place_of(frame: FrameType | None) -> int:
-    """The number of where the caller is, outside of torch and of this library: see `place_names`."""
-    inner = frame
+def _caller(frame: FrameType | None) -> FrameType | None:
+    """The frame outside of torch and of this library, or the innermost one."""
+    at = frame
     for _ in range(MOST_FRAMES):
-        if frame is None:
+        if at is None:
             break
-        file = frame.f_code.co_filename
-        if (torchs := _is_torch.get(file)) is None:
-            torchs = _is_torch[file] = file.startswith(OURS)
-        if not torchs:
-            inner = frame
-            break
-        frame = frame.f_back
-    if inner is None:
-        return 0
-    key = id(inner.f_code), inner.f_lasti
-    if (known := _places.get(key)) is None:
-        name = f"{inner.f_code.co_filename}:{inner.f_lineno}"
-        known = _places[key] = digest_of(name), inner.f_code
-        _place_names[known[0]] = name
-    return known[0]
+        if (file := at.f_code.co_filename) not in _ours and not _is_ours(file):
+            return at
+        at = at.f_back
+    return frame
+
+
+def _is_ours(file: str) -> bool:
+    if file.startswith(OURS):
+        _ours.add(file)
+    return file in _ours
 
 
 class GuardBoard(NoticeBoard):
@@ -79,22 +78,28 @@ class GuardBoard(NoticeBoard):
         timeout_s, bound: of every wait for a rank that is alive, and whose bound that is.
 
     Attributes:
+        group_name: torch's.
         ranks_of_world: the number of each rank in torch's default group, by which it is named.
         raised: this rank has raised the fault.
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout_s: float, bound: str) -> None:
         super().__init__(group, "guard", timeout_s, bound)
+        self.group_name = group.group_name
         self.ranks_of_world = [dist.get_global_rank(group, r) for r in range(self.ranks)]
         self.names[:] = [f"rank {r}" for r in self.ranks_of_world]
         self._of = "" if len(self.names) == dist.get_world_size() else f" of group {self.names}"
-        self._digests: dict[Call, int] = {}
-        self._call_names: dict[int, str] = {}
+        self._digests = self._mine[HEAD : HEAD + RING]
+        self._places = self._mine[NUMBERS : NUMBERS + RING]
+        # by a call, and the instruction that makes it; the code is kept, as its id is in the key
+        self._known: dict[tuple[Call, int, int], tuple[int, int, CodeType]] = {}
+        self._names: dict[int, str] = {}  # of digests
         self._shown: object = None  # of what is in words
         self._still: dict[Hashable, tuple[int, float]] = {}
+        self._messages = 0
         self.raised = False
 
-    def jot(self, call: Call, frame: FrameType) -> None:
+    def jot(self, call: Call) -> None:
         """Say that a collective begins.
 
         Raises:
@@ -102,14 +107,23 @@ class GuardBoard(NoticeBoard):
         """
         if self.fault is not None:
             self.check()
-        digest = self._digests.get(call) or self._learn(call)
+        try:
+            at = _getframe(USERS_FRAME)
+        except ValueError:
+            at = _getframe(1)
+        code = at.f_code
+        if code.co_filename in _ours:
+            at = _caller(at) or at
+            code = at.f_code
+        known = self._known.get((call, id(code), at.f_lasti))
+        digest, place, _ = known or self._learn(call, at)
         calls = self.calls = self.calls + 1
         slot = calls % RING
-        mine = self._mine
-        mine[HEAD + slot] = digest
-        mine[NUMBERS + slot] = place_of(frame)
-        mine[AWAITS] = 0
-        mine[CALLS] = calls  # behind what it counts: others read it first
+        self._digests[slot] = digest
+        self._places[slot] = place
+        if self._messages:
+            self._messages = self._mine[AWAITS] = 0
+        self._mine[CALLS] = calls  # behind what it counts: others read it first
 
     def jot_to(self, peer: int) -> None:
         """Say that a message begins, to or from a rank of the group: those are not compared.
@@ -119,20 +133,23 @@ class GuardBoard(NoticeBoard):
         """
         if self.fault is not None:
             self.check()
-        self._mine[AWAITS] = peer + 1
+        self._messages = self._mine[AWAITS] = peer + 1
 
-    def _learn(self, call: Call) -> int:
-        if len(self._digests) > MAX_FACTS:
-            self._digests.clear()
-            self._call_names.clear()
+    def _learn(self, call: Call, frame: FrameType) -> tuple[int, int, CodeType]:
+        if len(self._known) > MAX_FACTS:
+            self._known.clear()
+            self._names.clear()
+        frame = _caller(frame) or frame
+        place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
         kind, elements, dtype, root = call
         words = kind if dtype is None else f"{kind} of "
         if dtype is not None:
             words += f"{elements} {dtype}" if elements >= 0 else f"{dtype}"
         words = words.replace("torch.", "") + (f" from or to rank {root}" if root >= 0 else "")
-        digest = self._digests[call] = digest_of(words)
-        self._call_names[digest] = words
-        return digest
+        digests = digest_of(words), digest_of(place)
+        self._names |= dict(zip(digests, (words, place), strict=True))
+        found = self._known[call, id(frame.f_code), frame.f_lasti] = *digests, frame.f_code
+        return found
 
     def check(self) -> None:
         """Raise what made the group unusable, if anything did."""
@@ -146,13 +163,13 @@ class GuardBoard(NoticeBoard):
             stands: where its main thread is.
             ended: by what error it has ended.
         """
-        shown = len(self._call_names), len(_place_names), stands, ended
+        shown = len(self._names), stands, ended
         if shown != self._shown:
             self._shown = shown
-            calls, places = ([*each.items()][-NAMES:] for each in (self._call_names, _place_names))
-            _write(self._words[self.rank], {
+            names = [*self._names.items()][-NAMES:]
+            write_note(self._words[self.rank], {
                 "op": "guard", "stands": stands[-300:], "ended": ended[:1000],
-                "names": [(number, name[-120:]) for number, name in (*calls, *places)],
+                "names": [(number, name[-120:]) for number, name in names],
             })  # fmt: skip
 
     def waits(self) -> bool:
@@ -181,8 +198,23 @@ class GuardBoard(NoticeBoard):
         for r in behind:
             within_s = self.timeout_s + (ELSEWHERE_S if lines[r][BUSY] else 0.0)
             if self._still_for(r, lines[r][CALLS], now_s) > within_s:
-                return self._missing(r, f" within {self.timeout_s:g} s")
+                return self._ahead_of_most(r) or self._missing(r, f" within {self.timeout_s:g} s")
         return None
+
+    def _ahead_of_most(self, r: int) -> PeerTimeoutError | None:
+        """The ranks that have made a collective, where rank `r` and the most exchange messages."""
+        call = self._lines[r][CALLS] + 1
+        ahead = [each for each, line in enumerate(self._lines) if line[CALLS] >= call]
+        if not self._lines[r][AWAITS] or 2 * len(ahead) >= self.ranks:
+            return None
+        text = f"guard: {self._named(ahead)} made collective {call}{self._of}, "
+        text += f"{self._described(ahead[0], call)}, which {self.names[r]} did not within "
+        text += f"{self.timeout_s:g} s{self._message_of(r)}{RESTART}"
+        return PeerTimeoutError(text, rank=self.ranks_of_world[ahead[0]], step="call")
+
+    def _message_of(self, r: int) -> str:
+        peer = self._lines[r][AWAITS] - 1
+        return f"; it waits for a message from or to {self.names[peer]}" if peer >= 0 else ""
 
     def _still_for(self, what: Hashable, state: int, now_s: float) -> float:
         """For how long something has been in one state, as far as this rank has looked."""
@@ -239,10 +271,11 @@ class GuardBoard(NoticeBoard):
             what = f"did not take part in a message{self._of}{within}"
         else:
             what = f"is lost in collective {there}{self._of}, or after it"
-        said = _read(self._words[r]) or {}
-        stands = f"; it stands at {said['stands']}" if said.get("stands") else ""
+        said = read_note(self._words[r]) or {}
+        stands = f"; its main thread is at {said['stands']}" if said.get("stands") else ""
         state = "" if self._lines[r][LEFT] and said.get("ended") else f" ({self.state(r)})"
-        text = f"guard: {self.names[r]} {what}{state}; {self._call_of(r, there)}{stands}{RESTART}"
+        text = f"guard: {self.names[r]} {what}{state}; {self._call_of(r, there)}"
+        text += f"{self._message_of(r)}{stands}{RESTART}"
         return PeerTimeoutError(text, rank=self.ranks_of_world[r], step="call")
 
     def _call_of(self, r: int, call: int) -> str:
@@ -253,8 +286,8 @@ class GuardBoard(NoticeBoard):
     def _described(self, r: int, call: int) -> str:
         """A call of a rank, and where it was made, in words."""
         line, slot = self._lines[r], call % RING
-        said = dict((_read(self._words[r]) or {}).get("names", ())) if r != self.rank else {}
-        names = said | self._call_names | _place_names
+        said = dict((read_note(self._words[r]) or {}).get("names", ())) if r != self.rank else {}
+        names = said | self._names
         if line[CALLS] - call >= RING - 1:
             return "long ago"
         where = names.get(line[NUMBERS + slot])
@@ -281,7 +314,7 @@ class GuardBoard(NoticeBoard):
         error = InputError(
             "guard", f"collective {call}{self._of}",
             want=f"{self._described(want[0], call)}, as on {self._named(want)}",
-            got=" and ".join(f"{self._described(each, call)} on {self.names[each]}" for each in got),
+            got=" and ".join(f"{self._described(r, call)} on {self.names[r]}" for r in got),
             fix=RESTART[2:],
         )  # fmt: skip
         error.ranks = [self.ranks_of_world[each] for each in (want + got if even else got)]  # pyright: ignore
@@ -289,11 +322,15 @@ class GuardBoard(NoticeBoard):
 
     def _named(self, ranks: list[int]) -> str:
         numbers = [self.ranks_of_world[r] for r in ranks]
-        return f"rank {numbers[0]}" if len(numbers) == 1 else f"ranks {', '.join(map(str, numbers))}"
+        return (
+            f"rank {numbers[0]}" if len(numbers) == 1 else f"ranks {', '.join(map(str, numbers))}"
+        )
+
 
 def where_main_stands() -> tuple[Hashable, str]:
     """Where the main thread of this process is: equal while it does not move; and in words."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    if frame is None:
+    frame = _current_frames().get(threading.main_thread().ident or 0)
+    at = _caller(frame)
+    if frame is None or at is None:
         return None, ""
-    return (id(frame), frame.f_lasti), _place_names.get(place_of(frame), "")
+    return (id(frame), frame.f_lasti), f"{at.f_code.co_filename}:{at.f_lineno}"

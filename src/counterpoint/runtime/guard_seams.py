@@ -5,7 +5,6 @@ Methods of `ProcessGroup`, by which torch.distributed and FSDP2 call; operators 
 C++'s, a group in Python that calls those methods.
 """
 
-import sys
 from collections.abc import Callable
 from typing import Any, Literal, Protocol
 
@@ -22,14 +21,15 @@ class Boards(Protocol):
     """The boards of guarded groups.
 
     Attributes:
-        known: by the id of the group; False: it is not guarded.
+        known: by the id of the group, and by its name; False: it is not guarded.
     """
 
-    known: dict[int, "GuardBoard | Literal[False]"]
+    known: dict[int | str, "GuardBoard | Literal[False]"]
 
     def meet(self, group: dist.ProcessGroup) -> "GuardBoard | Literal[False]":
         """Guard a group of which nothing is known yet, if all are guarded."""
         ...
+
 
 PLAIN = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}  # others come back as these, or trace
 modes: Callable[[], int] = torch._C._len_torch_dispatch_stack  # pyright: ignore
@@ -98,11 +98,15 @@ def _functional(kind: str, factor_at: int = 0, *, root: bool = False, sized: boo
     """A reader of a functional operator, in the words of the method that it ends in."""
 
     def read(args: Args) -> Call:
-        given = args[0]
-        first, many = (given[0], given) if isinstance(given, (list, tuple)) else (given, (given,))
-        factor = args[factor_at] if factor_at else 1
-        elements = sum(each.numel() for each in many) * factor if sized else -1
-        return kind, elements, first.dtype, args[1] if root else -1
+        first = args[0]
+        if first.__class__ is list:
+            elements = sum(each.numel() for each in first)
+            first = first[0]
+        else:
+            elements = first.numel()
+        if factor_at:
+            elements *= args[factor_at]
+        return kind, elements if sized else -1, first.dtype, args[1] if root else -1
 
     return read
 
@@ -128,7 +132,7 @@ def _method(original: Any, read: Callable[[Args], Call], boards: Boards) -> Any:
         if board is None:
             board = boards.meet(group)
         if board:
-            board.jot(read(args), sys._getframe(1))
+            board.jot(read(args))
         return original(group, *args, **kwargs)
 
     return method
@@ -148,16 +152,22 @@ class _Operator:
     """A functional operator that is seen: where it runs, not where it is traced."""
 
     def __init__(self, original: Any, read: Callable[[Args], Call], boards: Boards) -> None:
-        self._original, self._read, self._boards = original, read, boards
+        self._original, self._read = original, read
+        self._known, self._meet = boards.known, boards.meet
         self._hash = hash(original)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        given = args[0]
-        first = given[0] if isinstance(given, (list, tuple)) else given
-        if type(first) in PLAIN and not modes():  # a mode calls it again, below itself
-            group = group_of(args[-1]) if isinstance(args[-1], str) else args[-1]
-            if board := self._boards.known.get(id(group)) or self._boards.meet(group):
-                board.jot(self._read(args), sys._getframe(1))
+        first = args[0]
+        if first.__class__ is list:
+            first = first[0]
+        if first.__class__ in PLAIN and not modes():  # a mode calls it again, below itself
+            group = args[-1]
+            key = group if group.__class__ is str else id(group)
+            board = self._known.get(key)
+            if board is None:
+                board = self._meet(group_of(group) if key is group else group)
+            if board:
+                board.jot(self._read(args))
         return self._original(*args, **kwargs)
 
     # what has the operator as a key finds it again
@@ -172,7 +182,7 @@ class _SeenGroup(dist.ProcessGroup):
     """A group for C++, which calls its collectives in Python, where they are seen."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        super().__init__(group.rank(), group.size())
+        super().__init__(group.rank(), group.size())  # pyright: ignore  (not in its stub)
         self.group: Any = group
         kinds = dist.ProcessGroup.BackendType
         for device in self.group._device_types:
@@ -193,11 +203,14 @@ for _name in ("allreduce", "broadcast", "allgather", "getBackendName"):
     setattr(_SeenGroup, _name, _by_group("name" if _name == "getBackendName" else _name))
 
 
-class _SeenReducer(dist.Reducer):
+_Reducer: Any = dist.Reducer  # pyright: ignore  (of what DDP takes from there)
+
+
+class _SeenReducer(_Reducer):
     """DDP's reducer."""
 
     def __init__(self, *args: Any) -> None:
-        self._seen = [_seen(each) for each in args]  # it lives as long
+        self._seen = [_seen(each) for each in args]  # a group of Python's lives as long
         super().__init__(*self._seen)
 
 
