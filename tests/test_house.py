@@ -17,15 +17,15 @@ ROOT = Path(__file__).parent.parent
 HOUSE = ROOT / "src" / "counterpoint"
 # lines of code of each folder, as they are: a change that needs more says why, and edits this table
 CODE = {
-    ".": 1674, "adapters": 2374, "advice": 1376, "choose": 629, "cli": 2375, "fsdp": 1882,
+    ".": 1677, "adapters": 2374, "advice": 1376, "choose": 629, "cli": 2375, "fsdp": 1882,
     "kernels": 2767, "measure": 2096, "model": 667, "nn": 998, "ops": 7217, "plan": 5577,
-    "resources": 1415, "runtime": 6878, "scale": 3051, "testing": 350,
+    "resources": 1415, "runtime": 7466, "scale": 3051, "testing": 350,
 }  # fmt: skip
 CODE_OF_BENCHMARKS = 12917
 SLACK = 30  # lines by which a folder may be smaller than its ceiling before that is lowered
 MOST_FILES, MOST_LINES = 20, 400  # of a folder, and of a file
 # what is above: as it is, until it falls
-FILES = {"adapters": 24, "cli": 23, "kernels": 24, "ops": 54, "plan": 56, "runtime": 62,
+FILES = {"adapters": 24, "cli": 23, "kernels": 24, "ops": 54, "plan": 56, "runtime": 65,
          "scale": 26}  # fmt: skip
 LONG = {
     "runtime/notice_board.py": 876, "ops/all_gather_matmul.py": 562,
