@@ -88,7 +88,8 @@ class GuardBoard(NoticeBoard):
         self.group_name = group.group_name
         self.ranks_of_world = [dist.get_global_rank(group, r) for r in range(self.ranks)]
         self.names[:] = [f"rank {r}" for r in self.ranks_of_world]
-        self._of = "" if len(self.names) == dist.get_world_size() else f" of group {self.names}"
+        whole = self.ranks == dist.get_world_size()
+        self._of = "" if whole else f" of {self._named([*range(self.ranks)])}"
         self._digests = self._mine[HEAD : HEAD + RING]
         self._places = self._mine[NUMBERS : NUMBERS + RING]
         # by a call, and the instruction that makes it; the code is kept, as its id is in the key
@@ -156,19 +157,18 @@ class GuardBoard(NoticeBoard):
         self.raised = self.fault is not None
         super().check()
 
-    def publish(self, stands: str, ended: str = "") -> None:
+    def publish(self, stands: str) -> None:
         """Show in words what the numbers of this rank's line mean, where that is new.
 
         Args:
             stands: where its main thread is.
-            ended: by what error it has ended.
         """
-        shown = len(self._names), stands, ended
+        shown = len(self._names), stands
         if shown != self._shown:
             self._shown = shown
             names = [*self._names.items()][-NAMES:]
             write_note(self._words[self.rank], {
-                "op": "guard", "stands": stands[-300:], "ended": ended[:1000],
+                "op": "guard", "stands": stands[-300:],
                 "names": [(number, name[-120:]) for number, name in names],
             })  # fmt: skip
 
@@ -205,7 +205,7 @@ class GuardBoard(NoticeBoard):
         """The ranks that have made a collective, where rank `r` and the most exchange messages."""
         call = self._lines[r][CALLS] + 1
         ahead = [each for each, line in enumerate(self._lines) if line[CALLS] >= call]
-        if not self._lines[r][AWAITS] or 2 * len(ahead) >= self.ranks:
+        if not (self.shared and self._lines[r][AWAITS]) or 2 * len(ahead) >= self.ranks:
             return None
         text = f"guard: {self._named(ahead)} made collective {call}{self._of}, "
         text += f"{self._described(ahead[0], call)}, which {self.names[r]} did not within "
@@ -273,8 +273,7 @@ class GuardBoard(NoticeBoard):
             what = f"is lost in collective {there}{self._of}, or after it"
         said = read_note(self._words[r]) or {}
         stands = f"; its main thread is at {said['stands']}" if said.get("stands") else ""
-        state = "" if self._lines[r][LEFT] and said.get("ended") else f" ({self.state(r)})"
-        text = f"guard: {self.names[r]} {what}{state}; {self._call_of(r, there)}"
+        text = f"guard: {self.names[r]} {what} ({self.state(r)}); {self._call_of(r, there)}"
         text += f"{self._message_of(r)}{stands}{RESTART}"
         return PeerTimeoutError(text, rank=self.ranks_of_world[r], step="call")
 
@@ -306,25 +305,23 @@ class GuardBoard(NoticeBoard):
         most = sorted(sides.values(), key=len, reverse=True)
         even = len(most) > 1 and len(most[0]) == len(most[1])
         waited_s = self._still_for("disagreement", call, time.monotonic())
-        # another look sees what the first one may have seen half
-        if not waited_s or (even and absent and waited_s < PATIENCE_S):
-            return None
         (want, got), more = most[:2], most[2:]
-        got = got + [each for side in more for each in side]
-        error = InputError(
+        wanted = self._described(want[0], call)
+        others = [f"{self._described(r, call)} on {self.names[r]}"
+                  for r in got + [each for side in more for each in side]]  # fmt: skip
+        unsaid = any(UNKNOWN in each for each in (wanted, *others))  # in words, so far
+        # another look sees what the first one may have seen half
+        if not waited_s or (((even and absent) or unsaid) and waited_s < PATIENCE_S):
+            return None
+        return InputError(
             "guard", f"collective {call}{self._of}",
-            want=f"{self._described(want[0], call)}, as on {self._named(want)}",
-            got=" and ".join(f"{self._described(r, call)} on {self.names[r]}" for r in got),
+            want=f"{wanted}, as on {self._named(want)}", got=" and ".join(others),
             fix=RESTART[2:],
         )  # fmt: skip
-        error.ranks = [self.ranks_of_world[each] for each in (want + got if even else got)]  # pyright: ignore
-        return error
 
     def _named(self, ranks: list[int]) -> str:
         numbers = [self.ranks_of_world[r] for r in ranks]
-        return (
-            f"rank {numbers[0]}" if len(numbers) == 1 else f"ranks {', '.join(map(str, numbers))}"
-        )
+        return f"{'ranks' if numbers[1:] else 'rank'} {', '.join(map(str, numbers))}"
 
 
 def where_main_stands() -> tuple[Hashable, str]:
