@@ -113,9 +113,8 @@ class GuardBoard(NoticeBoard):
         except ValueError:
             at = _getframe(1)
         code = at.f_code
-        if code.co_filename in _ours:
-            at = _caller(at) or at
-            code = at.f_code
+        while code.co_filename in _ours and (above := at.f_back) is not None:
+            at, code = above, above.f_code
         known = self._known.get((call, id(code), at.f_lasti))
         digest, place, _ = known or self._learn(call, at)
         calls = self.calls = self.calls + 1
