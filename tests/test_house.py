@@ -19,7 +19,7 @@ HOUSE = ROOT / "src" / "counterpoint"
 CODE = {
     ".": 1677, "adapters": 2374, "advice": 1376, "choose": 629, "cli": 2375, "fsdp": 1882,
     "kernels": 2767, "measure": 2096, "model": 667, "nn": 998, "ops": 7217, "plan": 5577,
-    "resources": 1415, "runtime": 7463, "scale": 3051, "testing": 350,
+    "resources": 1415, "runtime": 7465, "scale": 3051, "testing": 350,
 }  # fmt: skip
 CODE_OF_BENCHMARKS = 12917
 SLACK = 30  # lines by which a folder may be smaller than its ceiling before that is lowered

@@ -1,9 +1,11 @@
 """`counterpoint.guard`: what it sees, whom it names, and that it leaves nothing behind."""
 
+import gc
 import sys
 import time
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -159,6 +161,21 @@ def test_nothing_stays_behind(rank: int, ranks: int) -> None:
         assert all(a is b for a, b in zip(before, there(), strict=True))
         assert not _guarded.known and not _guarded.held
     dist.all_reduce(torch.ones(2))
+
+
+def guarded_to_its_end(rank: int, ranks: int, folder: str) -> None:
+    for number in range(2):
+        store = dist.FileStore(f"{folder}/{number}", ranks)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+        cp.guard()
+        dist.all_reduce(torch.ones(2))
+        dist.destroy_process_group()
+        gc.collect()
+        assert not _guarded.all and not _guarded.known
+
+
+def test_it_ends_with_the_default_group(pool: RankPool, tmp_path: Path):
+    pool.run(guarded_to_its_end, 2, str(tmp_path), group=False)
 
 
 @on_ranks(2)

@@ -257,6 +257,8 @@ def guard(group: dist.ProcessGroup | None = None) -> Guard:
     if group is None:
         is_first, _guarded.all = not _guarded.all, True
         _guarded.meet(found)
+        if is_first:
+            weakref.finalize(found, _guarded.leave_all).atexit = False
         return Guard(None, "", is_first=is_first)
     is_first = not _guarded.meet(found)
     _guarded.meet(found, named=True)
