@@ -32,7 +32,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import counterpoint as cp
-from counterpoint.runtime import guard
+from counterpoint.group import guard
 
 BOUND_S, GRACE_S, HANG_S = 2.0, 0.5, 120.0
 STEPS, WIDTH = 8, 24

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from processes import python
 
-from counterpoint.runtime.launch import RESERVED_SMS
+from counterpoint.run.launch import RESERVED_SMS
 
 PAGE = Path(__file__).parents[2] / "docs" / "kernels.md"
 

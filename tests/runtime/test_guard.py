@@ -24,9 +24,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import counterpoint as cp
 from counterpoint.errors import CounterpointError, InputError, PeerTimeoutError, UnsupportedError
-from counterpoint.runtime import notice_board
-from counterpoint.runtime.guard import _guarded
-from counterpoint.runtime.guard_board import Call, GuardBoard
+from counterpoint.group import notice_board
+from counterpoint.group.guard import _guarded
+from counterpoint.group.guard_board import Call, GuardBoard
 
 REDUCE: Call = "all_reduce", 4, torch.float32, -1
 GATHER: Call = "all_gather", 4, torch.float32, -1
@@ -186,7 +186,7 @@ def test_a_known_collective_makes_few_calls_of_ours(rank: int, ranks: int) -> No
         for _ in range(3):  # at one place
             found = own_calls(lambda: dist.all_reduce(x))
     assert found == [
-        "runtime/guard_seams.py method", "runtime/guard_seams.py read", "runtime/guard_board.py jot"
+        "group/guard_seams.py method", "group/guard_seams.py read", "group/guard_board.py jot"
     ]  # fmt: skip
 
 
