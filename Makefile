@@ -39,7 +39,7 @@ package:  ## the wheel, without a checkout, in empty environments: light, pictur
 	@$(PYTHON) .ci/package.py
 	@$(MAKE) --no-print-directory docs
 
-faults: $(VENV)/.ready-dev  ## CPU ranks that are killed, stopped, late or gone: 200 trials, 5 minutes (ARGS="--trials 20", or "--soak 30" for minutes in which groups are rebuilt)
+faults: $(VENV)/.ready-dev  ## CPU ranks that are killed, stopped, late or gone: 200 trials, 5 minutes (ARGS="--trials 20", "--guard --trials 50", or "--soak 30" for minutes in which groups are rebuilt)
 	@PYTHONPATH=src:tests:. $(VENV)/bin/python -m fault_trials $(ARGS)
 
 models: $(VENV)/.ready-dev  ## random models, compiled, against torch's own compile and fp64: 1,000 as written, 60 by Inductor cold, warm and on other ranks; 75 minutes (ARGS="--models 20 --inductor 2 --seed 100")

@@ -2,6 +2,7 @@
 
     python -m fault_trials --trials 200     # `make faults`; one trial is 2 to 4 CPU ranks
     python -m fault_trials --soak 30        # minutes of 4 CPU ranks, rebuilt after each fault
+    python -m fault_trials --guard --trials 50      # of programs without our operators
     python -m fault_trials --gpu --trials 20 --out FILE     # of 2 ranks on 2 GPUs, several at once
 
 A trial is right if every survivor raises within the bound and a second, and names the rank that
@@ -349,7 +350,12 @@ def main() -> int:
     )
     parser.add_argument("--gpu", action="store_true", help="2 ranks on 2 GPUs: killed, or asleep")
     parser.add_argument("--out", default="", metavar="FILE", help="of a row for each trial")
+    parser.add_argument("--guard", action="store_true", help="see guard_trials.py")
     args = parser.parse_args()
+    if args.guard:
+        import guard_trials
+
+        return guard_trials.run_trials(range(args.first, args.first + args.trials), POOL_ENV)
     if args.gpu and torch.cuda.device_count() < 2:
         parser.error(f"--gpu needs 2 GPUs, there are {torch.cuda.device_count()}")
     if args.soak is not None:

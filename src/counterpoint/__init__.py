@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from counterpoint.fsdp.overlap import overlap
     from counterpoint.fsdp.overlapped import Overlapped
     from counterpoint.group.groups import check, release
+    from counterpoint.group.guard import guard
     from counterpoint.group.run_on_ranks import run_on_ranks
     from counterpoint.machine import DeviceSpec, LinkSpec, Machine
     from counterpoint.measure.profile import profile
@@ -102,6 +103,7 @@ _HOME = {
     "exchange_counts": "experts.routes.exchange_counts",
     "exchange_routes": "experts.routes.exchange_routes",
     "explain": "adapters.explain",
+    "guard": "group.guard",
     "matmul_all_reduce": "tensor_parallel.matmul_all_reduce",
     "matmul_all_reduce_layer_norm": "norms.matmul_all_reduce_norm",
     "matmul_all_reduce_rms_norm": "norms.matmul_all_reduce_norm",
@@ -154,6 +156,7 @@ __all__ = [
     "exchange_counts",
     "exchange_routes",
     "explain",
+    "guard",
     "matmul_all_reduce",
     "matmul_all_reduce_layer_norm",
     "matmul_all_reduce_rms_norm",

@@ -103,8 +103,8 @@ NOT_COLLECTIVE = {
     "Choice", "Costs", "CounterpointError", "CounterpointWarning", "DeviceSpec", "InputError",
     "LinkSpec", "Machine", "Overlapped", "PeerTimeoutError", "Plan", "PlanError", "Problem",
     "Report", "Routes", "Scaled", "Timeline", "UnsupportedError", "advise", "bind", "build",
-    "choose", "compile_options", "estimate", "explain", "overlap", "preset", "profile",
-    "run_on_ranks", "stats", "tune", "validate",
+    "choose", "compile_options", "estimate", "explain", "guard", "overlap", "preset",
+    "profile", "run_on_ranks", "stats", "tune", "validate",
     "nn.ColumnParallelLinear", "nn.RowParallelLinear", "nn.FullyShardedLinear",
     "nn.ExpertParallelMLP", "nn.ShardedEmbeddingBags", "nn.RowWiseAdagrad", "nn.SGD", "nn.to_fp8",
 }  # fmt: skip

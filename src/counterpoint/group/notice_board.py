@@ -104,7 +104,7 @@ class NoticeBoard:
 
     Args:
         group: whose ranks.
-        device: "cpu" or "cuda": a group may have a board for each.
+        device: "cpu" or "cuda": a group may have a board for each; or "guard", see guard_board.py.
         timeout_s: of every wait for a rank that is alive.
         bound: whose that bound is, in words.
 
@@ -276,14 +276,14 @@ class NoticeBoard:
         if len(self.facts) >= MAX_FACTS:
             self.facts.pop(next(iter(self.facts)))
         self.facts[digest] = facts
-        _write(self._words[self.rank], facts)
+        write_note(self._words[self.rank], facts)
 
     def refuse(self, error: CounterpointError) -> None:
         """Say that this rank has refused a call before it noted it: peers may have come to it."""
         if self._far is not None:  # none of them looks while it waits
             self.fail(_told(error, f"{error} (rank {self.rank} has refused the call){RESTART}"))
         elif self.fault is None:
-            _write(self._notes[self.rank], error)
+            write_note(self._notes[self.rank], error)
             times = self._refusals(self.rank, self.calls + 1) + 1
             self._mine[REFUSES] = (self.calls + 1) * MAX_REFUSALS + min(times, MAX_REFUSALS - 1)
 
@@ -297,7 +297,7 @@ class NoticeBoard:
         if self.fault is None:
             # one that has been raised holds the frames that it went through, and all in them
             self.fault = copy(error)
-            _write(self._notes[self.rank], error)
+            write_note(self._notes[self.rank], error)
             self._mine[VERDICT] = 1
             if self._far is not None:
                 self._far.tell(error)
@@ -421,7 +421,7 @@ class NoticeBoard:
         if self._far is not None and (verdict := self._far.exchange(*self._copied)) is not None:
             return verdict
         for r in self._peers:
-            if self._lines[r][VERDICT] and (verdict := _read(self._notes[r])) is not None:
+            if self._lines[r][VERDICT] and (verdict := read_note(self._notes[r])) is not None:
                 return verdict
         for r in self._peers:
             if (wrong := self._different(r)) is not None:
@@ -447,7 +447,7 @@ class NoticeBoard:
             Refused: there is something.
         """
         here, there = (self._refusals(each, self.calls) for each in (self.rank, r))
-        error: CounterpointError | None = _read(self._notes[r]) if there > here else None
+        error: CounterpointError | None = read_note(self._notes[r]) if there > here else None
         if error is not None:
             raise Refused(_told(error, f"{error} (rank {r} has refused the call)"))
 
@@ -508,13 +508,13 @@ class NoticeBoard:
         there = line[HEAD + call % RING]
         return bool(there & 1) and there != self._mine[HEAD + call % RING]
 
-    def _disagreement(self, r: int, call: int) -> CounterpointError:
+    def _disagreement(self, r: int, call: int) -> CounterpointError | None:
         ours = self._facts_of(self.rank, call)
-        theirs = self._facts_of(r, call) or _read(self._words[r]) or {}
+        theirs = self._facts_of(r, call) or read_note(self._words[r]) or {}
         times = {self._refusals(each, call): each for each in (self.rank, r)}
         if ours == theirs and len(times) > 1:  # what one has refused the other one has made
             by = times[max(times)]
-            error: CounterpointError | None = _read(self._notes[by])
+            error: CounterpointError | None = read_note(self._notes[by])
             if error is not None:
                 return _told(error, f"{error} (rank {by} has refused the call){RESTART}")
         of_ours, of_theirs = (self._lines[each][FORWARD] >> 1 for each in (self.rank, r))
@@ -852,7 +852,7 @@ def _told(error: CounterpointError, text: str) -> CounterpointError:
     return told
 
 
-def _write(place: Bytes, value: object) -> None:
+def write_note(place: Bytes, value: object) -> None:
     """Put a value into a place of a line; one that is too long is cut."""
     blob = encode(value)
     if len(blob) > len(place) - 8:
@@ -865,8 +865,8 @@ def _write(place: Bytes, value: object) -> None:
     place[8 : 8 + len(blob)] = np.frombuffer(blob, np.uint8)
 
 
-def _read(place: Bytes) -> Any:
-    """What `_write` has put there; None where nothing is, or its writer has died."""
+def read_note(place: Bytes) -> Any:
+    """What `write_note` has put there; None where nothing is, or its writer has died."""
     for _ in range(1000):  # a second
         size = int(place[:8].view(np.int64)[0])
         try:
