@@ -15,7 +15,7 @@ def collected(rank: int, ranks: int) -> int:
     return gc.collect()
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("number", range(12), ids=lambda n: f"{n} {tuple(KINDS)[n % len(KINDS)]}")
 def test_every_survivor_names_who_failed_in_time(pool: RankPool, number: int):
     # groups of earlier tests end now, or the pool makes new ranks: in two of some 20 runs a rank

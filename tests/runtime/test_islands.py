@@ -11,7 +11,7 @@ from embedding_cases import Bags, expected, problem_of, random_bags
 from grad_bodies import GradCase, several_weights, wrong_grad_cases
 from island_bodies import CPU, everyone, near, on_islands, shards
 from on_ranks import on_ranks
-from rank_bodies import Case, world
+from rank_bodies import Case, by_reference, world
 from torch import Tensor
 
 import counterpoint as cp
@@ -27,7 +27,7 @@ from counterpoint.plan.operation import operation_of
 from counterpoint.presets import preset
 from counterpoint.problem import Problem
 from counterpoint.runtime.islands import group_of_island, islands_of
-from counterpoint.runtime.ranks import gather_object, spawn
+from counterpoint.runtime.ranks import gather_object
 from counterpoint.runtime.workspace import workspace_of
 
 
@@ -166,12 +166,11 @@ def bags_of_islands_of(rank: int, ranks: int, size: int) -> None:
             plan = f"islands chunks={(2, 4, 1)[call % 3]}"
             mine, mode = everyone[rank], "mean" if mean else "sum"
             y, grads = called(mine, p, mode, plan)
+            serial, serial_grads = called(mine, p, mode, "serial")
             want = expected(everyone, p, rank, mean=mean)
             eps = torch.finfo(y.dtype).eps
             torch.testing.assert_close(y.double(), want, rtol=2 * eps, atol=20 * 1.2e-7)
-            assert torch.equal(y, called(mine, p, mode, "serial")[0])
-            for got, other in zip(grads, called(mine, p, mode, "serial")[1], strict=True):
-                assert torch.equal(got, other)
+            assert torch.equal(y, serial) and all(map(torch.equal, grads, serial_grads))
 
 
 def called(bags: Bags, p: cp.Problem, mode: str, plan: str) -> tuple[Tensor, list[Tensor]]:
@@ -191,8 +190,10 @@ def test_embedding_bags_between_islands_by_interpreted_kernels(rank: int, world_
     bags_of_islands(rank, world_size, 1, 2)
 
 
-def test_embedding_bags_between_islands_by_torch():
-    spawn(bags_of_islands, 6, 3, 2, timeout_s=120)
+@on_ranks(6)
+def test_embedding_bags_between_islands_by_torch(rank: int, world_size: int):
+    with by_reference():
+        bags_of_islands(rank, world_size, 3, 2)
 
 
 @on_ranks(4)
