@@ -66,7 +66,7 @@ def candidates(choice: Choice, basis: str) -> dict[str, Candidate]:
     return {c.spec: c for c in choice.table if c.basis == basis}
 
 
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("eager", [False, True])
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("name", NAMES)
@@ -124,7 +124,7 @@ def test_a_few_microseconds_are_no_gain(monkeypatch: pytest.MonkeyPatch):
     assert by_model(problem, machine).spec == "serial"
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize("name", NAMES)
 def test_closed_forms_let_no_good_plan_slip(name: str, ranks: int):

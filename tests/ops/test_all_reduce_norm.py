@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from drawing import Draw
 from island_bodies import on_islands, plans_run
 from on_ranks import on_ranks
 from rank_bodies import by_reference, world
@@ -135,11 +136,11 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 @pytest.mark.shows("all_reduce_rms_norm all_reduce_layer_norm", "forward", "bf16 fp16 fp32 fp8")
 @on_ranks(1, 2, 3, 4)
-def test_results_are_those_of_fp64(rank: int, ranks: int) -> list[str]:
+def test_results_are_those_of_fp64(rank: int, ranks: int, draw: Draw) -> list[str]:
     """By torch, as on a user's CPU ranks; rows that ranks share evenly and not."""
     found: list[str] = []
     with by_reference():
-        for (rows, n), layer, dtype in product(SHAPES, (False, True), DTYPES):
+        for (rows, n), layer, dtype in draw([*product(SHAPES, (False, True), DTYPES)], 10):
             case = case_of(rows, n, dtype, layer=layer, bare=n == 4)
             for plan in plans_for(len(case.x.flatten(0, -2)), n, dtype, ranks):
                 found += wrong(case, plan, f"{rows} {n} {dtype} layer={layer}")
@@ -258,7 +259,7 @@ def test_gradients_that_are_refused(rank: int, ranks: int) -> None:
 @on_ranks(2)
 def test_a_compiled_call_is_the_eager_one(rank: int, ranks: int) -> None:
     torch.compiler.reset()
-    for layer, plan in product((False, True), ("serial", "direct")):
+    for layer, plan in ((False, "serial"), (True, "direct")):
         case = case_of((3,), 16, torch.float32, layer=layer)
         dy, dh = torch.randn(3, 16), torch.randn(3, 16)
         call = called(case, plan)

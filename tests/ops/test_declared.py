@@ -37,7 +37,7 @@ for op in {sorted(MODULES)}:
     assert loaded <= LOADED
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("module", ["runtime.ranks", "ops.register", "nn.replicated", "device"])
 def test_any_module_of_ours_may_be_what_imports_torch(module: str):
     python(f"import counterpoint.{module}, torch; torch.ops.counterpoint.add_norm.default")

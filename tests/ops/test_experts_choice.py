@@ -36,6 +36,7 @@ def test_all_families_are_taken_somewhere():
     assert found == {"serial", "fused", "grouped"}
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("sizes", SIZES)
 def test_counts_that_differ_take_as_long_or_longer(op: str, sizes: Any):
@@ -101,6 +102,7 @@ def test_one_kernel_expects_fewer_rows_of_tokens_on_the_way(op: str):
     assert times == sorted(times, reverse=True) and times[-1] < times[0]
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("counts", ["equal", "host", "device", "device_routed"])
 @pytest.mark.parametrize("op", OPS)
 def test_one_kernel_is_a_plan_that_is_proved_and_priced(op: str, counts: Any):

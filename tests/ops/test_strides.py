@@ -207,6 +207,7 @@ def test_any_strides(rank: int, ranks: int, name: str, draw: Draw) -> list[str]:
     return wrong
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("name", SCALED)
 @on_ranks(2)
 def test_any_strides_with_scales(rank: int, ranks: int, name: str) -> list[str]:
