@@ -548,8 +548,8 @@ def test_of_a_thousand_ranks_one_is_simulated(spec: str, monkeypatch: pytest.Mon
     assert bound == [0] and {span.rank for span in timeline.spans} == {0}
 
 
-def test_a_plan_of_a_million_regions_is_not_estimated():
-    plan = build(Problem("all_gather_matmul", 512 * 512, 8, 8, 512), "uniform_fused_1d")
+def test_a_plan_of_very_many_regions_is_not_estimated():
+    plan = build(Problem("all_gather_matmul", 300 * 300, 8, 8, 300), "uniform_fused_1d")
     with pytest.raises(PlanError, match=r"regions and signals, more than 65536: too many to est"):
         estimate(plan, preset("h200-8"))
 

@@ -203,7 +203,7 @@ def test_nothing_to_sum_or_no_rows(rank: int, ranks: int):
     assert cp.all_gather_matmul(torch.empty(0, K), ws, activation="silu_mul").shape == (0, N)
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 def test_as_operators_of_torch(rank: int, ranks: int):
     """opcheck, and compiled, with gradients and without."""
     layer = Layer(rank, ranks, "silu_mul", torch.float32)
