@@ -302,7 +302,7 @@ def test_ranks_that_differ_hear_of_it(rank: int, ranks: int, name: str, draw: Dr
     """All of them, at the first call and at later ones."""
     wrong: list[str] = []
     of_name = [each for each in DIFFERENCES if each.name == name]
-    for each in draw(of_name, 1 + len(of_name) // 3):
+    for each in draw(of_name, 1 + len(of_name) // 2):
         for warm in (False, True) if each.warm else (False,):
             group = dist.new_group([*range(ranks)])
             good, other = GOOD[name](), GOOD[name]() | each.other
