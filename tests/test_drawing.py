@@ -56,7 +56,7 @@ def test_every_grid_has_a_case_in_make_test():
     assert not re.search(r"pytest.* (-m|-k|--deselect|--ignore) ?", recipes["test"])
 
 
-APART = {"make islands", "make models", "make faults", "make interrupts"}
+APART = {"make test-all", "make islands", "make models", "make faults", "make interrupts"}
 
 
 @pytest.mark.apart("make faults")

@@ -142,6 +142,7 @@ def test_closed_forms_let_no_good_plan_slip(name: str, ranks: int):
             assert choice.seconds <= choice.serial_s
 
 
+@pytest.mark.drawn(8)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("groups", [(1, 1, 1, 1), (1, 1, 2), (2, 2), (1, 3), (4,)], ids=str)
 def test_closed_forms_are_a_little_below_simulations(name: str, groups: tuple[int, ...]):
@@ -166,6 +167,7 @@ def test_closed_forms_are_a_little_below_simulations(name: str, groups: tuple[in
             assert 0.8 < ratio < 1 + 1e-9, f"{problem}: {spec}"
 
 
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize("op", OPS)
 def test_closed_forms_in_the_table_are_those_of_their_plans(op: str):
     machine = measured("h200-8")
@@ -270,6 +272,7 @@ def test_one_rank_is_serial(op: str):
         assert "1.00x serial" in choice.explain()
 
 
+@pytest.mark.drawn(24)
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("ranks", [1, 4])
 @pytest.mark.parametrize("shape", [(0, 8, 8), (8, 0, 8), (8, 8, 0)])

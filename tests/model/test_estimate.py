@@ -70,6 +70,7 @@ def every_plan(ranks: int) -> Iterator[Plan]:
         yield from plans(op, ranks, *SHAPES[1], rows=UNEQUAL[:ranks])
 
 
+@pytest.mark.drawn(12)
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize("op", OPS)
 def test_candidates_are_of_every_family(op: str, ranks: int):
@@ -158,6 +159,7 @@ def test_host_time_only_adds(ranks: int):
             assert eager_s < (graph_s + host_s) * (1 + EXACTLY), plan.spec
 
 
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize("family", finer.NAMES)
 @pytest.mark.parametrize("op", FORWARD)
 def test_the_slowest_rank_of_plans_finer_than_shards_is_found(op: str, family: str):
@@ -395,6 +397,7 @@ def test_one_rank_multiplies_and_no_more(op: str):
     assert predicted_s(plan, machine) == timeline.end_s == pytest.approx(compute_s, rel=EXACTLY)
 
 
+@pytest.mark.drawn(12)
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("shape", [(0, 8, 8), (8, 0, 8), (8, 8, 0)])
 def test_an_empty_problem_takes_the_time_of_its_signals(op: str, shape: tuple[int, int, int]):

@@ -44,7 +44,7 @@ def cases(op: str, ranks: int) -> list[GradCase]:
     return found
 
 
-@pytest.mark.drawn(6)
+@pytest.mark.drawn(4)
 @pytest.mark.shows(
     "all_gather_matmul matmul_reduce_scatter matmul_all_reduce", "backward", "bf16 fp32"
 )

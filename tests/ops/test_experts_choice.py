@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from drawing import Draw
 from on_ranks import on_ranks
 
 import counterpoint as cp
@@ -81,8 +82,8 @@ def test_on_a_mesh_experts_are_exchanged_in_groups_and_a_single_one_in_chunks():
 @pytest.mark.parametrize("counts", ["device", "device_routed"])
 @pytest.mark.parametrize("by", ["model", "rule"])
 @pytest.mark.parametrize("op", OPS)
-def test_the_libraries_would_wait_for_the_host(op: str, by: Any, counts: Any):
-    for sizes in SIZES:
+def test_the_libraries_would_wait_for_the_host(op: str, by: Any, counts: Any, draw: Draw):
+    for sizes in draw(SIZES, 2):
         choice = cp.choose(problem_of(op, sizes, counts), MACHINE, by=by)
         assert choice.spec == "fused" and choice.plan.family == "fused"
         (serial,) = (c for c in choice.table if c.spec == "serial")

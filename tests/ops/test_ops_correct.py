@@ -104,7 +104,7 @@ def off(rank: int, ranks: int, found: list[Case]) -> list[str]:
         return wrong_cases(rank, ranks, found)
 
 
-@pytest.mark.drawn(5)
+@pytest.mark.drawn(4)
 @pytest.mark.shows(
     "all_gather_matmul matmul_reduce_scatter matmul_all_reduce", "forward", "bf16 fp16 fp32"
 )

@@ -112,6 +112,7 @@ def test_a_plan_of_ones_own_compiles(rank: int, world_size: int):
     assert torch.equal(got, want)
 
 
+@pytest.mark.apart("make test-all")
 def test_inductor_keeps_group_sizes_apart(pool: RankPool, tmp_path):
     """Its cache on disk, shared by both runs, knows nothing of groups."""
     for ranks in (1, 2):

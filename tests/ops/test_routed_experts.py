@@ -19,7 +19,7 @@ from counterpoint.runtime.workspace import Operands, Places
 
 
 @pytest.mark.shows("exchange_routes", "forward, backward", "fp32")
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("name", CHOICES)
 @pytest.mark.parametrize("known", ["host", "room", "drop"])
 @pytest.mark.parametrize(("ranks", "size"), [(2, 2), (4, 4), (4, 2), (3, 1), (6, 3)])

@@ -289,7 +289,7 @@ def with_activation(
     return x, (w, up) if gated else w, None if gated else bias, want
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("kind", KINDS)
 @on_ranks(1, 2, 3)
 def test_an_activation_is_of_the_products(rank: int, ranks: int, kind: str) -> list[str]:

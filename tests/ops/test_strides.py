@@ -195,7 +195,7 @@ def _odd(dys: list[Tensor]) -> list[Tensor]:
     return [[odd for _, odd in ways_to_lie(dy)][-2 if dy.dim() else 0] for dy in dys]
 
 
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("name", CALLS)
 @on_ranks(2)
 def test_any_strides(rank: int, ranks: int, name: str, draw: Draw) -> list[str]:

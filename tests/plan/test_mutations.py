@@ -516,7 +516,7 @@ def accepted_double_mutants_compute_the_op_in_every_schedule(
     assert accepted > (20 if thorough else 2)
 
 
-@pytest.mark.drawn(70)
+@pytest.mark.drawn(40)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_simulator_agrees_on_plans_that_are_right(case: Case):
     plan = plan_of(case)

@@ -25,6 +25,7 @@ def test_every_survivor_names_who_failed_in_time(pool: RankPool, number: int):
     assert problems_of(trial_of(number), pool) == []
 
 
+@pytest.mark.apart("make faults")
 def test_trials_at_a_time_whose_ranks_all_end():
     """As on GPUs, where no survivor goes on; each has a row."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

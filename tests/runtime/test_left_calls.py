@@ -91,6 +91,7 @@ def test_a_group_whose_making_is_interrupted(trials: RankPool, file: str, line: 
     assert trials.run(making, 2, file, line) == [[], []]
 
 
+@pytest.mark.apart("make test-all")
 def test_a_trial_sees_calls_that_pair_with_others(
     trials: RankPool, monkeypatch: pytest.MonkeyPatch
 ):
