@@ -71,7 +71,7 @@ def takes(spec: str, m: int, ranks: int, dtype: torch.dtype, n: int = N) -> bool
         return False
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(("layer", "fp8"), [(False, False), (True, False), (True, True)])
 @on_ranks(1, 2, 3, 4, 8)
 def test_bits_of_a_row_depend_neither_on_m_nor_on_the_plan(

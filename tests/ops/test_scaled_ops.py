@@ -74,7 +74,7 @@ def test_every_family_with_every_kind_of_scale(
 ) -> list[str]:
     found = cases(op, ranks)
     assert {case.kind for case in found} == set(KINDS)
-    some = draw([*enumerate(found)], len(found) // 2)
+    some = draw([*enumerate(found)], len(found) // 3)
     return [text for i, case in some for text in off(case, 17 * i)]
 
 
