@@ -71,7 +71,7 @@ def layers(rank: int, ranks: int) -> list[float]:
 
 def on_ranks() -> None:
     """Operators agree with torch."""
-    from counterpoint.runtime.ranks import spawn
+    from counterpoint.group.ranks import spawn
 
     errors = spawn(layers, 2, timeout_s=120)
     worst = max(max(each) for each in errors)

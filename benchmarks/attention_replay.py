@@ -42,13 +42,13 @@ from benchmarks.replay import (
 from benchmarks.rows import Row, Timed, taken
 from benchmarks.tables import Column, arm, ms, of_most, table
 from counterpoint.costs import Collective
+from counterpoint.group.workspace import Operands
 from counterpoint.machine import Machine
 from counterpoint.machine_of import machine_of
 from counterpoint.measure.timing import soak
 from counterpoint.plan.bind import Program
 from counterpoint.plan.families import build
 from counterpoint.problem import Problem
-from counterpoint.runtime.workspace import Operands
 
 RANKS = 2
 FORWARD, BACKWARD = "all_gather_attention", "all_gather_attention_backward"

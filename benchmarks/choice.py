@@ -5,10 +5,10 @@ from benchmarks.declare import Bench
 from counterpoint.choose.by_model import by_model
 from counterpoint.choose.choice import Choice
 from counterpoint.choose.known import Knowledge
+from counterpoint.group.ranks import gather_object
+from counterpoint.group.workspace import workspace_of
 from counterpoint.ops.auto import knowledge_of, known_tiles
 from counterpoint.problem import Problem
-from counterpoint.runtime.ranks import gather_object
-from counterpoint.runtime.workspace import workspace_of
 
 
 def forget_tuned(bench: Bench) -> None:

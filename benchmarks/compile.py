@@ -40,12 +40,12 @@ from benchmarks.declare import Arms, Bench, Benchmark, Call, Case, Section
 from benchmarks.pictures import DARK, Theme, in_both, place, shown
 from benchmarks.rows import Row, Timed, gpus_of, taken
 from benchmarks.tables import measured, ms
+from counterpoint.group.workspace import workspace_of
 from counterpoint.measure.canvas import duration
 from counterpoint.measure.draw import draw_timeline
 from counterpoint.measure.profile import profile
 from counterpoint.measure.timing import captured, relative_error
-from counterpoint.runtime.replay import SEEN_BEFORE
-from counterpoint.runtime.workspace import workspace_of
+from counterpoint.run.replay import SEEN_BEFORE
 from counterpoint.timeline import Span, Timeline
 
 PLAIN, SCHEDULED, ASYNC, ONE_SHOT = "compile", "overlap scheduling", "async TP", "one-shot"

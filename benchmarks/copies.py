@@ -18,8 +18,8 @@ from benchmarks.pictures import Axis, curves, place, shown
 from benchmarks.rows import Row
 from benchmarks.tables import measured, of_most, us
 from benchmarks.transports import ALIGN_BYTES, TRANSPORTS, missing, open_transport
+from counterpoint.gpu.driver import Copy, copy_async, copy_batch_async, no_batches
 from counterpoint.measure.timing import captured
-from counterpoint.runtime.driver import Copy, copy_async, copy_batch_async, no_batches
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = (64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)

@@ -23,17 +23,17 @@ import counterpoint.nn as cnn
 from benchmarks.declare import Arms, Bench, Benchmark, Call, Case, Section
 from benchmarks.rows import Row, taken
 from benchmarks.tables import measured, ms, of_most
-from counterpoint.measure.timing import relative_error
-from counterpoint.ops.embedding_exchange import Slice, at_once, in_one
-from counterpoint.ops.embedding_gradients import (
+from counterpoint.embedding.exchange import Slice, at_once, in_one
+from counterpoint.embedding.gradients import (
     Lookups,
     first_rows,
     sorted_by_row,
     table_gradients,
 )
-from counterpoint.ops.embedding_updates import Steps, Update, apply_update
-from counterpoint.plan.embedding_slices import tables_by_slice
-from counterpoint.runtime.launch_embedding_gradient import tables_of
+from counterpoint.embedding.launch_gradient import tables_of
+from counterpoint.embedding.plan_slices import tables_by_slice
+from counterpoint.embedding.updates import Steps, Update, apply_update
+from counterpoint.measure.timing import relative_error
 
 ROWS, D = 1_000_000, 128
 EXPONENT, HOT_ROWS, HOT_INDICES = 1.05, 0.01, 0.8

@@ -22,12 +22,12 @@ from benchmarks.declare import Arms, Bench, Benchmark, Call, Case, Section
 from benchmarks.expert_tensors import MODELS, Model
 from benchmarks.rows import Row, Timed, taken
 from benchmarks.tables import measured, us
+from counterpoint.experts.routes.launch import tell_into as tell_by_kernel
+from counterpoint.experts.routes.on_device import Found, Sizes, found_by
+from counterpoint.experts.routes.router import choose_experts, order_by_expert
+from counterpoint.experts.routes.tell import found_by_kernels, tell_into
 from counterpoint.measure.timing import relative_error
 from counterpoint.ops.activations import swiglu
-from counterpoint.ops.router import choose_experts, order_by_expert
-from counterpoint.runtime.device_routes import Found, Sizes, found_by
-from counterpoint.runtime.launch_routes import tell_into as tell_by_kernel
-from counterpoint.runtime.tell_routes import found_by_kernels, tell_into
 
 TOKENS = (256, 4096)  # of a rank
 ROOMS = (("1.25", 4), ("most", 2), ("most", 4))  # and ranks that share the experts

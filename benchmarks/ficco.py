@@ -40,12 +40,12 @@ from counterpoint.measure.timing import soak
 from counterpoint.model.estimate import replayed_s
 from counterpoint.model.work import Work
 from counterpoint.ops.auto import matmul_tile
-from counterpoint.plan import finer
 from counterpoint.plan.bind import Program
 from counterpoint.plan.families import build
 from counterpoint.plan.steps import Plan
 from counterpoint.presets import preset
 from counterpoint.problem import Problem
+from counterpoint.schedules import finer
 
 LOSSES = "losses"
 # rows, n, k: four long ones, four of few rows, four that are narrow or shallow

@@ -26,8 +26,8 @@ from counterpoint.choose.by_model import by_model
 from counterpoint.choose.by_rule import by_rule
 from counterpoint.costs import NO_TILES, Tiles
 from counterpoint.machine import Machine
-from counterpoint.plan import finer
 from counterpoint.problem import Problem
+from counterpoint.schedules import finer
 
 FITTED_TO, UNSEEN = PARTS
 UNIFORM_MOST, HETERO_MOST = 4.3e9, 1.37e12  # operations of a rank, found at scenarios fitted to

@@ -45,9 +45,9 @@ from counterpoint.measure.shapes import SHAPES
 from counterpoint.measure.timing import relative_error
 from counterpoint.model.estimate import estimate, predicted_s
 from counterpoint.plan.families import build
-from counterpoint.plan.finer import NAMES as FINER
 from counterpoint.plan.steps import Plan
 from counterpoint.problem import Problem
+from counterpoint.schedules.finer import NAMES as FINER
 from counterpoint.timeline import Timeline
 
 PARTS = ("compute", "communication", "copy_engine")

@@ -31,12 +31,12 @@ from benchmarks.stamps import (
     together,
 )
 from counterpoint.device import PeerKernel
+from counterpoint.gpu.delay import Delay
+from counterpoint.gpu.device_limits import limits_here
+from counterpoint.gpu.footprint import triton_footprint
+from counterpoint.gpu.occupancy import occupancy
+from counterpoint.group.symmetric import allocate
 from counterpoint.measure.timing import backlog, relative_error
-from counterpoint.runtime.delay import Delay
-from counterpoint.runtime.device_limits import limits_here
-from counterpoint.runtime.footprint import triton_footprint
-from counterpoint.runtime.occupancy import occupancy
-from counterpoint.runtime.symmetric import allocate
 
 ALL = 0  # blocks per SM: as many as fit
 PER_SM = (ALL, 6, 4, 2)

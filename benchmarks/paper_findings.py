@@ -8,10 +8,10 @@ from typing import NamedTuple
 from benchmarks import paper_resources, residency, sharing
 from benchmarks.rows import Row, Timed, results, taken
 from counterpoint import presets
+from counterpoint.gpu.limits import limits_of
+from counterpoint.gpu.occupancy import beside, feasible, window
 from counterpoint.measure import tune_resources
 from counterpoint.resources import search
-from counterpoint.runtime.limits import limits_of
-from counterpoint.runtime.occupancy import beside, feasible, window
 
 CONFIRMED, CONTRADICTED, IN_PART = "confirmed", "contradicted", "in part"
 ELSEWHERE, NOT_YET, ADDED = "not testable here", "not measured", "added"

@@ -22,8 +22,8 @@ from benchmarks import decode, embedding, experts
 from benchmarks.declare import Arms, Bench, Benchmark, Call, Case
 from benchmarks.rows import Row
 from benchmarks.slices import ORDERS, Sliced
+from counterpoint.gpu.delay import Delay
 from counterpoint.measure.timing import relative_error
-from counterpoint.runtime.delay import Delay
 
 D, POOLING, BAGS, ENTRIES = 256, 20, 8192, 1 << 20  # of a rank
 LATE, LATE_BAGS = "order of remote tasks", 1 << 16  # a hundredth of its time outlasts a launch

@@ -27,6 +27,9 @@ from benchmarks.pictures import Axis, dots, place
 from benchmarks.resources import sweep, unshaped
 from benchmarks.rows import Row
 from counterpoint.errors import CounterpointError
+from counterpoint.gpu.device_limits import limits_here
+from counterpoint.gpu.footprint import Footprint, node_footprint
+from counterpoint.gpu.occupancy import beside
 from counterpoint.measure import settings
 from counterpoint.measure.profile import traced
 from counterpoint.measure.timing import Times, rotate
@@ -36,9 +39,6 @@ from counterpoint.resources.controls import OFF, SEQUENTIAL
 from counterpoint.resources.run import Captured, Eager
 from counterpoint.resources.shape import SPINNING
 from counterpoint.resources.transport import carriers
-from counterpoint.runtime.device_limits import limits_here
-from counterpoint.runtime.footprint import Footprint, node_footprint
-from counterpoint.runtime.occupancy import beside
 
 KERNELS = ("cuBLAS", "64x64x32", "64x64x64")
 ROUNDS = 5

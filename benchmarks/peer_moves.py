@@ -12,12 +12,13 @@ import torch.distributed as dist
 import triton
 
 from benchmarks.kernel_exchange import exchange_kernel
+from counterpoint.gpu import driver
+from counterpoint.gpu.driver import Copy
+from counterpoint.group.symmetric import allocate
+from counterpoint.group.workspace import Workspace, forget
 from counterpoint.plan.bind import Arrival
-from counterpoint.runtime import driver, launch_cuda
-from counterpoint.runtime.driver import Copy
-from counterpoint.runtime.lanes_cuda import CudaLanes
-from counterpoint.runtime.symmetric import allocate
-from counterpoint.runtime.workspace import Workspace, forget
+from counterpoint.run import launch_cuda
+from counterpoint.run.lanes_cuda import CudaLanes
 
 WORD_BYTES = 4
 BLOCK = 2048  # words that a program stores at a time

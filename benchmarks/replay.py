@@ -18,6 +18,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from counterpoint.attention import steps as attention
+from counterpoint.gpu import driver
+from counterpoint.group.workspace import Operands, Places, Workspace
 from counterpoint.machine import Machine
 from counterpoint.model.estimate import replayed_s
 from counterpoint.model.slowest_rank import slowest_rank
@@ -25,9 +28,8 @@ from counterpoint.model.work import Work
 from counterpoint.plan.attended import ATTENTION
 from counterpoint.plan.bind import BoundStep, Program, bind
 from counterpoint.plan.steps import Plan
-from counterpoint.runtime import attention, compute, driver, launch_cuda
-from counterpoint.runtime.lanes_cuda import CudaLanes
-from counterpoint.runtime.workspace import Operands, Places, Workspace
+from counterpoint.run import compute, launch_cuda
+from counterpoint.run.lanes_cuda import CudaLanes
 
 Step = Callable[[], object]
 Lane = Mapping[str, Step]  # by the names of steps, in order

@@ -23,8 +23,8 @@ from benchmarks.rows import KINDS, Row, gpus_of, kind_of, results
 from benchmarks.sharing import in_graph
 from benchmarks.tables import measured
 from counterpoint import presets
+from counterpoint.gpu.occupancy import Kernel
 from counterpoint.machine import Machine
-from counterpoint.runtime.occupancy import Kernel
 
 # what NCCL 2.28.9 launches on H200s, as captured graphs show it: a block, and how many
 NCCL = {"all_reduce": (Kernel(544, 96, 21568, 82240), 24),

@@ -26,9 +26,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from counterpoint.gpu.limits import limits_of
+from counterpoint.gpu.occupancy import Block, Kernel, beside, dynamic_bytes_for, occupancy
 from counterpoint.machine import DeviceSpec
-from counterpoint.runtime.limits import limits_of
-from counterpoint.runtime.occupancy import Block, Kernel, beside, dynamic_bytes_for, occupancy
 
 KIB = 1024
 

@@ -29,15 +29,15 @@ from benchmarks.loop import (
 from benchmarks.rows import Row
 from benchmarks.sharing import SECTIONS, TUNED, TUNED_SM
 from counterpoint.errors import CounterpointError, UnsupportedError
+from counterpoint.gpu.device_limits import limits_here
+from counterpoint.gpu.footprint import triton_footprint
+from counterpoint.gpu.occupancy import occupancy
 from counterpoint.measure import settings
 from counterpoint.measure.timing import Times, rotate
 from counterpoint.resources import Controls, Space, tune
 from counterpoint.resources.controls import OFF, SEQUENTIAL, Mode
 from counterpoint.resources.stages import Compute
 from counterpoint.resources.transport import carriers
-from counterpoint.runtime.device_limits import limits_here
-from counterpoint.runtime.footprint import triton_footprint
-from counterpoint.runtime.occupancy import occupancy
 
 SHORT_SCALE = 8  # of M and of the collective
 SWEEP_ROUNDS = 3

@@ -31,7 +31,7 @@ from counterpoint.cli.launch import nccl_group, too_few_gpus, torchrun, under_to
 from counterpoint.errors import CounterpointError, InputError
 from counterpoint.measure import record
 from counterpoint.measure.timing import Arm, Times, captured, host_s, rotate
-from counterpoint.runtime.replay import SEEN_BEFORE
+from counterpoint.run.replay import SEEN_BEFORE
 
 SHORT_ROUNDS = 5
 

@@ -9,8 +9,8 @@ from dataclasses import replace
 from math import ceil
 
 from benchmarks.dlrm import balanced
+from counterpoint.embedding.plan_seconds import READ_RATE, WRITTEN_COST
 from counterpoint.machine import Machine
-from counterpoint.plan.embedding_seconds import READ_RATE, WRITTEN_COST
 from counterpoint.scale.dlrm import DLRMS
 from counterpoint.scale.dlrm_step import DlrmStep
 from counterpoint.scale.fabric import Fabric, Network

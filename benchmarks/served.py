@@ -31,7 +31,7 @@ from benchmarks.tables import Column, arm, by_machine, ms, table
 from counterpoint.machine_of import shipped
 from counterpoint.measure.timing import relative_error
 from counterpoint.presets import preset_of
-from counterpoint.runtime.replay import SEEN_BEFORE
+from counterpoint.run.replay import SEEN_BEFORE
 from counterpoint.scale.models import Model
 from counterpoint.scale.serving import serve
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from benchmarks.declare import Bench
 from counterpoint.device import PeerKernel, end_of_call, is_last, next_epoch, peer_ptr, post, put
 from counterpoint.device import wait as wait_for
-from counterpoint.runtime.symmetric import allocate
+from counterpoint.group.symmetric import allocate
 
 ORDERS = ("remote first", "own first", "in turn")
 ROWS = 8  # bags of a task

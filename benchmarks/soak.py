@@ -19,8 +19,8 @@ from benchmarks.rows import Row, gpus
 from benchmarks.soak_fsdp import MEMORY, overlap_sets
 from benchmarks.soak_routes import ROUTED, Set, forgiven, routed_sets
 from counterpoint.errors import CounterpointError
+from counterpoint.group.workspace import workspace_of
 from counterpoint.measure.timing import backlog, captured, relative_error
-from counterpoint.runtime.workspace import workspace_of
 
 DELAYS_S = (1e-5, 5e-5, 2e-4)
 CYCLES_PER_S = 1.9e9

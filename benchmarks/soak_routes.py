@@ -13,8 +13,8 @@ from torch import Tensor
 
 import counterpoint as cp
 from benchmarks.declare import Bench
-from counterpoint.runtime.fused import fused_memory
-from counterpoint.runtime.workspace import workspace_of
+from counterpoint.group.workspace import workspace_of
+from counterpoint.run.fused import fused_memory
 
 LOCAL, TOP = 4, 2  # experts of a rank, and of a token
 SEEDS = 3  # of each kind of routes that is drawn

@@ -18,8 +18,8 @@ import counterpoint as cp
 from benchmarks.declare import Arms, Bench, Benchmark, Case, Section, all_gather, reduce_scatter
 from benchmarks.rows import Row, Timed, taken
 from benchmarks.tables import Column, arm, by_machine, ms, table
+from counterpoint.group.workspace import workspace_of
 from counterpoint.measure.timing import relative_error
-from counterpoint.runtime.workspace import workspace_of
 
 Mlp = Callable[[Tensor, Tensor, Tensor, Bench], Tensor]
 LAYERS = {"Llama-3-70B MLP": (8192, 8192, 28672),

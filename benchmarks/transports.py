@@ -20,8 +20,10 @@ from torch import Tensor
 
 from benchmarks.peer_moves import ByCopies, ByCpuCopies, ByKernel, ByTriton, Move, Peers
 from counterpoint.errors import InputError, UnsupportedError
-from counterpoint.runtime import compute, driver, symmetric_cuda, zero_cta
-from counterpoint.runtime.device_limits import refused_on
+from counterpoint.gpu import driver, zero_cta
+from counterpoint.gpu.device_limits import refused_on
+from counterpoint.group import symmetric_cuda
+from counterpoint.run import compute
 
 ALIGN_BYTES = 16
 

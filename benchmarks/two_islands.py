@@ -33,15 +33,15 @@ from benchmarks.choice import forget_tuned
 from benchmarks.declare import Arms, Bench, Benchmark, Call, Case, Section, all_gather
 from benchmarks.rows import Row, Timed, taken
 from benchmarks.tables import Column, measured, ms, of_most
+from counterpoint.group.ranks import spawn
+from counterpoint.group.store import gather_by_store
+from counterpoint.group.workspace import Workspace, release_all, workspace_of
 from counterpoint.measure.exchanges import exchange, exchanges, slowest_s
 from counterpoint.measure.timing import relative_error, soak
 from counterpoint.model.calibrate_cpu import nic_of
 from counterpoint.ops.auto import choose_spec, knowledge_of
 from counterpoint.plan.names import COMPUTE
 from counterpoint.problem import ITEM_BYTES
-from counterpoint.runtime.ranks import spawn
-from counterpoint.runtime.store import gather_by_store
-from counterpoint.runtime.workspace import Workspace, release_all, workspace_of
 
 GATHER, SCATTER = "all_gather_matmul", "matmul_reduce_scatter"
 BAGS = "embedding_bag_all_to_all"

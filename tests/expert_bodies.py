@@ -16,8 +16,8 @@ from rank_bodies import by_reference
 from torch import Tensor
 
 import counterpoint as cp
-from counterpoint.ops import experts_check
-from counterpoint.plan import fused_experts
+from counterpoint.experts import check as experts_check
+from counterpoint.experts.fused import plan_fused
 
 Lists = list[list[int]]
 
@@ -62,10 +62,10 @@ def by_torch(known: str = "host") -> Iterator[None]:
 @contextmanager
 def small_kernels() -> Iterator[None]:
     """Kernels of experts of small tiles and few senders: each has several of all there is."""
-    tile, sending = fused_experts.Tile(16, 16, 16, 1, 4, 2), fused_experts.Sending(2, 2, 64)
+    tile, sending = plan_fused.Tile(16, 16, 16, 1, 4, 2), plan_fused.Sending(2, 2, 64)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fused_experts, "tile_of", Mock(return_value=tile))
-        patch.setattr(fused_experts, "sending_of", Mock(return_value=sending))
+        patch.setattr(plan_fused, "tile_of", Mock(return_value=tile))
+        patch.setattr(plan_fused, "sending_of", Mock(return_value=sending))
         yield
 
 

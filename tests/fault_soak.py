@@ -31,7 +31,7 @@ from rankpool import RankError, RankHangError, RankPool
 
 import counterpoint as cp
 from counterpoint.errors import PeerTimeoutError
-from counterpoint.runtime.ranks import describe_process, gloo_group
+from counterpoint.group.ranks import describe_process, gloo_group
 
 CPU = torch.device("cpu")
 RANKS, TURNS = 4, 4

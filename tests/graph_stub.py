@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from counterpoint.runtime import driver
+from counterpoint.gpu import driver
 
 
 class Status(IntEnum):

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from counterpoint.runtime.ranks import gather_object
-from counterpoint.runtime.workspace import forget, workspace_of
+from counterpoint.group.ranks import gather_object
+from counterpoint.group.workspace import forget, workspace_of
 
 CPU = torch.device("cpu")
 

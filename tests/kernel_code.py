@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from counterpoint.runtime.limits import LIMITS
-from counterpoint.runtime.occupancy import Kernel, occupancy
+from counterpoint.gpu.limits import LIMITS
+from counterpoint.gpu.occupancy import Kernel, occupancy
 from counterpoint.testing.ptx import ACQUIRE, BARRIER, RELEASE, Compiled, compiled, lines_with
 
 # of pointers whose name means one thing in all kernels; any other points to the dtype of the data

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import counterpoint as cp
-from counterpoint.runtime.capture import no_collector
+from counterpoint.gpu.capture import no_collector
 
 HOME = str(Path(cp.__file__).parent)
 MOST_CALLS, MOST_MODULES = 12, 8

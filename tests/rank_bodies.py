@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import counterpoint as cp
 from counterpoint.plan.steps import Plan
-from counterpoint.runtime import execute, launch
+from counterpoint.run import execute, launch
 
 NUM_ROUNDS = 6  # calls of one case on one workspace: reuse and epoch bugs show from the second on
 LATE_S = 2e-3

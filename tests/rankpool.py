@@ -27,7 +27,7 @@ import numpy as np
 import quick_interpreter
 import torch
 
-from counterpoint.runtime.ranks import (
+from counterpoint.group.ranks import (
     RankProcess,
     collect,
     describe_failures,
@@ -250,7 +250,7 @@ def _run_job(payload: bytes, follow: Callable[[str], None]) -> Any:
 
 def _forget() -> None:
     """Drop what a test leaves behind in a worker, if it loaded the module that keeps it."""
-    calls = {"counterpoint.runtime.workspace": "release_all", "torch._dynamo": "reset"}
+    calls = {"counterpoint.group.workspace": "release_all", "torch._dynamo": "reset"}
     for module, call in calls.items():
         if module in sys.modules:
             getattr(sys.modules[module], call)()

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 import counterpoint as cp
+from counterpoint.experts.routes.lists import NONE
+from counterpoint.experts.routes.on_device import Found
+from counterpoint.experts.routes.tell import tell_into
 from counterpoint.measure.timing import relative_error
-from counterpoint.runtime.device_routes import Found
-from counterpoint.runtime.routes import NONE
-from counterpoint.runtime.tell_routes import tell_into
 
 LOCAL, TOP = 2, 3  # experts of a rank, and of a token
 K, HIDDEN, N = 8, 24, 16  # of `wrong_layer`: what kernels take

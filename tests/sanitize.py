@@ -34,11 +34,11 @@ from torch import Tensor
 import counterpoint as cp
 from benchmarks.gpu_suite import run
 from counterpoint.choose.known import Knowledge
+from counterpoint.experts.fused.sums import sum_of_tokens
+from counterpoint.experts.fused.weighted_rows import gathered, swiglu_back, weighted_rows
+from counterpoint.experts.routes.router import choose_experts, order_by_expert
 from counterpoint.measure.timing import relative_error
 from counterpoint.ops.activations import swiglu
-from counterpoint.ops.router import choose_experts, order_by_expert
-from counterpoint.ops.token_sums import sum_of_tokens
-from counterpoint.ops.weighted_rows import gathered, swiglu_back, weighted_rows
 
 RANKS = 2
 TOOLS = ("memcheck", "racecheck")
@@ -351,7 +351,7 @@ def exchanged(at: At) -> None:
 
 def merged(at: At) -> None:
     """Some rows of two attentions, as the plans of attention merge them."""
-    from counterpoint.runtime.attention import merge_into
+    from counterpoint.attention.steps import merge_into
 
     y, other = torch.randn(2, 40, 3, 24)
     lse, lse_other = torch.randn(2, 3, 40)

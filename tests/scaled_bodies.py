@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 import counterpoint as cp
-from counterpoint.runtime.scaled import dequantised, multiply_of
+from counterpoint.run.scaled import dequantised, multiply_of
 
 AG, RS, AR = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
 KINDS = ("tensor", "row", "block")

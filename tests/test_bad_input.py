@@ -21,10 +21,10 @@ from on_ranks import on_ranks
 import counterpoint as cp
 from counterpoint import nn as cnn
 from counterpoint.errors import CounterpointError, InputError, PlanError, UnsupportedError
+from counterpoint.group.workspace import workspaces_of
 from counterpoint.machine import Machine
 from counterpoint.plan.steps import Buffer, Plan
 from counterpoint.problem import Problem
-from counterpoint.runtime.workspace import workspaces_of
 
 NAN, INF = math.nan, math.inf
 H200 = cp.preset("h200-4")

@@ -28,9 +28,9 @@ MOST_FILES, MOST_LINES = 20, 400  # of a folder, and of a file
 FILES = {"adapters": 24, "cli": 23, "kernels": 24, "ops": 54, "plan": 56, "runtime": 62,
          "scale": 26}  # fmt: skip
 LONG = {
-    "runtime/notice_board.py": 876, "ops/all_gather_matmul.py": 562,
-    "ops/call.py": 599, "fsdp/torch_parts.py": 617, "runtime/workspace.py": 513,
-    "runtime/ranks.py": 494, "nn/linear.py": 441, "measure/draw.py": 415,
+    "group/notice_board.py": 876, "tensor_parallel/all_gather_matmul.py": 562,
+    "ops/call.py": 599, "fsdp/torch_parts.py": 617, "group/workspace.py": 513,
+    "group/ranks.py": 494, "nn/linear.py": 441, "measure/draw.py": 415,
 }  # fmt: skip
 # the first file of each circle, and how many it has
 CIRCLES = {"measure/draw.py": 2, "measure/draw_step.py": 2, "plan/attended.py": 11}

@@ -137,8 +137,8 @@ def test_no_file_imports_one_that_imports_it():
 @pytest.mark.parametrize(
     ("name", "home"),
     [
-        (r"cuda\.bindings", "runtime/driver.py"),
-        (r"torch\.distributed\._symmetric_memory|_SymmetricMemory", "runtime/symmetric_cuda.py"),
+        (r"cuda\.bindings", "gpu/driver.py"),
+        (r"torch\.distributed\._symmetric_memory|_SymmetricMemory", "group/symmetric_cuda.py"),
     ],
 )
 def test_a_private_interface_has_one_home(name: str, home: str):
@@ -163,7 +163,7 @@ def test_the_pure_half_is_used_without_torch():
         "from counterpoint.choose.choose import choose\n"
         "for by in ('model', 'rule'):\n"
         "    choose(problem, 'h200-2', by=by).explain()\n"
-        "import counterpoint.runtime.occupancy, counterpoint.resources.search\n"
+        "import counterpoint.gpu.occupancy, counterpoint.resources.search\n"
         "import counterpoint.resources.rewrites\n"
         "cp.resources.Controls\n"
         "cp.scale.predict('llama3-8b', cp.scale.Layout(tp=8)).explain()\n"

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from rankpool import TIMEOUT_S, RankError, RankHangError, RankPool
 
-from counterpoint.runtime import ranks
+from counterpoint.group import ranks
 
 
 def sum_of_ranks(rank: int, world_size: int) -> int:

@@ -17,9 +17,12 @@ if TYPE_CHECKING:
     from counterpoint.adapters.compile import compile_options
     from counterpoint.adapters.explain import explain
     from counterpoint.advice.advise import Report, advise
+    from counterpoint.attention.all_gather_attention import all_gather_attention
     from counterpoint.choose.choice import Choice
     from counterpoint.choose.choose import choose
     from counterpoint.costs import Costs
+    from counterpoint.embedding.embedding_bag_all_to_all import embedding_bag_all_to_all
+    from counterpoint.embedding.pooled_outputs import PooledOutputs
     from counterpoint.errors import (
         CounterpointError,
         CounterpointWarning,
@@ -28,29 +31,25 @@ if TYPE_CHECKING:
         PlanError,
         UnsupportedError,
     )
+    from counterpoint.experts.all_to_all_matmul import all_to_all_matmul
+    from counterpoint.experts.matmul_all_to_all import matmul_all_to_all
+    from counterpoint.experts.routes.exchange_counts import exchange_counts
+    from counterpoint.experts.routes.exchange_routes import Routes, exchange_routes
     from counterpoint.fsdp.overlap import overlap
     from counterpoint.fsdp.overlapped import Overlapped
+    from counterpoint.group.groups import check, release
+    from counterpoint.group.run_on_ranks import run_on_ranks
     from counterpoint.machine import DeviceSpec, LinkSpec, Machine
     from counterpoint.measure.profile import profile
     from counterpoint.measure.stats import stats
     from counterpoint.measure.tune import tune
     from counterpoint.model.estimate import estimate
-    from counterpoint.ops.all_gather_attention import all_gather_attention
-    from counterpoint.ops.all_gather_matmul import all_gather_matmul
-    from counterpoint.ops.all_reduce_norm import all_reduce_layer_norm, all_reduce_rms_norm
-    from counterpoint.ops.all_to_all_matmul import all_to_all_matmul
-    from counterpoint.ops.batch_invariant import batch_invariant
-    from counterpoint.ops.embedding_bag_all_to_all import embedding_bag_all_to_all
-    from counterpoint.ops.exchange_counts import exchange_counts
-    from counterpoint.ops.exchange_routes import Routes, exchange_routes
-    from counterpoint.ops.matmul_all_reduce import matmul_all_reduce
-    from counterpoint.ops.matmul_all_reduce_norm import (
+    from counterpoint.norms.all_reduce_norm import all_reduce_layer_norm, all_reduce_rms_norm
+    from counterpoint.norms.matmul_all_reduce_norm import (
         matmul_all_reduce_layer_norm,
         matmul_all_reduce_rms_norm,
     )
-    from counterpoint.ops.matmul_all_to_all import matmul_all_to_all
-    from counterpoint.ops.matmul_reduce_scatter import matmul_reduce_scatter
-    from counterpoint.ops.pooled_outputs import PooledOutputs
+    from counterpoint.ops.batch_invariant import batch_invariant
     from counterpoint.ops.scaled import Scaled
     from counterpoint.plan.bind import bind
     from counterpoint.plan.families import build
@@ -58,8 +57,9 @@ if TYPE_CHECKING:
     from counterpoint.plan.validate import validate
     from counterpoint.presets import preset
     from counterpoint.problem import Problem
-    from counterpoint.runtime.groups import check, release
-    from counterpoint.runtime.run_on_ranks import run_on_ranks
+    from counterpoint.tensor_parallel.all_gather_matmul import all_gather_matmul
+    from counterpoint.tensor_parallel.matmul_all_reduce import matmul_all_reduce
+    from counterpoint.tensor_parallel.matmul_reduce_scatter import matmul_reduce_scatter
     from counterpoint.timeline import Timeline
 
 __version__ = "0.1.0"
@@ -78,40 +78,40 @@ _HOME = {
     "PeerTimeoutError": "errors",
     "Plan": "plan.steps",
     "PlanError": "errors",
-    "PooledOutputs": "ops.pooled_outputs",
+    "PooledOutputs": "embedding.pooled_outputs",
     "Problem": "problem",
     "Report": "advice.advise",
-    "Routes": "ops.exchange_routes",
+    "Routes": "experts.routes.exchange_routes",
     "Scaled": "ops.scaled",
     "Timeline": "timeline",
     "UnsupportedError": "errors",
     "advise": "advice.advise",
-    "all_gather_attention": "ops.all_gather_attention",
-    "all_gather_matmul": "ops.all_gather_matmul",
-    "all_reduce_layer_norm": "ops.all_reduce_norm",
-    "all_reduce_rms_norm": "ops.all_reduce_norm",
-    "all_to_all_matmul": "ops.all_to_all_matmul",
+    "all_gather_attention": "attention.all_gather_attention",
+    "all_gather_matmul": "tensor_parallel.all_gather_matmul",
+    "all_reduce_layer_norm": "norms.all_reduce_norm",
+    "all_reduce_rms_norm": "norms.all_reduce_norm",
+    "all_to_all_matmul": "experts.all_to_all_matmul",
     "batch_invariant": "ops.batch_invariant",
     "bind": "plan.bind",
     "build": "plan.families",
-    "check": "runtime.groups",
+    "check": "group.groups",
     "choose": "choose.choose",
     "compile_options": "adapters.compile",
-    "embedding_bag_all_to_all": "ops.embedding_bag_all_to_all",
+    "embedding_bag_all_to_all": "embedding.embedding_bag_all_to_all",
     "estimate": "model.estimate",
-    "exchange_counts": "ops.exchange_counts",
-    "exchange_routes": "ops.exchange_routes",
+    "exchange_counts": "experts.routes.exchange_counts",
+    "exchange_routes": "experts.routes.exchange_routes",
     "explain": "adapters.explain",
-    "matmul_all_reduce": "ops.matmul_all_reduce",
-    "matmul_all_reduce_layer_norm": "ops.matmul_all_reduce_norm",
-    "matmul_all_reduce_rms_norm": "ops.matmul_all_reduce_norm",
-    "matmul_all_to_all": "ops.matmul_all_to_all",
-    "matmul_reduce_scatter": "ops.matmul_reduce_scatter",
+    "matmul_all_reduce": "tensor_parallel.matmul_all_reduce",
+    "matmul_all_reduce_layer_norm": "norms.matmul_all_reduce_norm",
+    "matmul_all_reduce_rms_norm": "norms.matmul_all_reduce_norm",
+    "matmul_all_to_all": "experts.matmul_all_to_all",
+    "matmul_reduce_scatter": "tensor_parallel.matmul_reduce_scatter",
     "overlap": "fsdp.overlap",
     "preset": "presets",
     "profile": "measure.profile",
-    "release": "runtime.groups",
-    "run_on_ranks": "runtime.run_on_ranks",
+    "release": "group.groups",
+    "run_on_ranks": "group.run_on_ranks",
     "stats": "measure.stats",
     "tune": "measure.tune",
     "validate": "plan.validate",

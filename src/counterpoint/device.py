@@ -39,7 +39,7 @@ with needing("counterpoint.device"):
         unpack,
         wait,
     )
-    from counterpoint.runtime.peer_kernel import PeerKernel
+    from counterpoint.run.peer_kernel import PeerKernel
 
 __all__ = [
     "EMPTY",

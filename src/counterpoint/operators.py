@@ -47,13 +47,13 @@ SCHEMAS = {
         "activated_gradient(Tensor dy, Tensor h, Tensor? up, str activation, Tensor? counts, "
         "int rank) -> Tensor[]",
     ),
-    "ops.all_gather_attention": (
+    "attention.all_gather_attention": (
         f"all_gather_attention(Tensor q, Tensor k, Tensor v, bool causal, float scale, {GROUP}, "
         f'str layout="bshd", {GRAD}) -> (Tensor, Tensor)',
         f"all_gather_attention_backward(Tensor[] given, bool causal, float scale, {GROUP}) -> "
         "Tensor[]",
     ),
-    "ops.all_gather_matmul": (
+    "tensor_parallel.all_gather_matmul": (
         f"all_gather_matmul(Tensor x, Tensor w, Tensor? bias, {ROWS}, {SCALES}, "
         f"int gather_dim=0, {GRAD}) -> Tensor",
         f"all_gather_matmul_list(Tensor x, Tensor[] w, {ROWS}, int gather_dim=0, {GRAD}) -> "
@@ -63,8 +63,8 @@ SCHEMAS = {
         "all_gather_matmul_activated(Tensor x, Tensor[] w, Tensor? bias, str activation, "
         f"{ROWS}, {SCALES}, Tensor? up_scale=None, int gather_dim=0) -> Tensor",
     ),
-    "ops.all_reduce_norm": (f"all_reduce_norm({NORM}, str plan, str group_name) -> Tensor[]",),
-    "ops.backward": (
+    "norms.all_reduce_norm": (f"all_reduce_norm({NORM}, str plan, str group_name) -> Tensor[]",),
+    "tensor_parallel.backward": (
         f"all_gather_matmul_backward(Tensor[] dy, Tensor x, Tensor[] w, {ROWS}, int rank) -> "
         "Tensor[]",
         f"matmul_reduce_scatter_backward(Tensor dy, Tensor x, Tensor w, {ROWS}, int rank) -> "
@@ -72,38 +72,38 @@ SCHEMAS = {
         f"all_gather_matmul_wgrad(Tensor x, Tensor[] dy, bool transposed, {ROWS}, int rank) -> "
         "Tensor[]",
     ),
-    "ops.embedding_autograd": (
+    "embedding.autograd": (
         "embedding_bag_gradients(Tensor dy, Tensor[] tables, Tensor indices, Tensor offsets, "
         "Tensor? weights, bool last, bool mean, int[] dims, int[] batch, int rank, "
         "str group_name, str of_tables, bool of_weights) -> Tensor[]",
     ),
-    "ops.embedding_bag_all_to_all": (
+    "embedding.embedding_bag_all_to_all": (
         "embedding_bag_all_to_all(Tensor[] tables, Tensor indices, Tensor offsets, "
         "Tensor? weights, Tensor? anchor, bool mean, bool last, bool sparse, int[] dims, "
         "int[] batch, ScalarType dtype, int rank, str plan, str group_name, str update, "
         "Tensor? rates, Tensor[] sums) -> Tensor",
     ),
-    "ops.embedding_updates": (
+    "embedding.updates": (
         "embedding_bag_update(Tensor dy, Tensor(a!)[] tables, Tensor(b!)[] sums, Tensor rates, "
         "Tensor indices, Tensor offsets, Tensor? weights, bool last, bool mean, str kind, "
         "int[] dims, int[] batch, int rank, str group_name, bool of_weights) -> (Tensor, "
         "Tensor)",
     ),
-    "ops.exchange_counts": (
+    "experts.routes.exchange_counts": (
         "exchange_counts(Tensor counts, str group_name, int group_size) -> Tensor",
     ),
-    "ops.exchange_routes": (
+    "experts.routes.exchange_routes": (
         "exchange_routes(Tensor experts, Tensor weights, int num_experts, SymInt? max_rows, "
         f"int islands, bool drops, str group_name, int group_size, {GRAD}) -> (Tensor, Tensor, "
         "Tensor, Tensor, Tensor)",
         "weights_back(Tensor each, Tensor numbers, Tensor lists, SymInt tokens, SymInt top, "
         "bool on_device, str group_name, int group_size) -> Tensor",
     ),
-    "ops.expert_gradients": (
+    "experts.gradients": (
         "experts_weight_gradient(Tensor x, Tensor dy, Tensor counts, bool transposed, "
         "str group_name, int group_size) -> Tensor",
     ),
-    "ops.expert_operators": (
+    "experts.operators": (
         "all_to_all_matmul(Tensor x, Tensor w, Tensor counts, SymInt rows, bool host, "
         f"bool keep, bool shown, bool clear, {GROUP}, {GRAD}) -> (Tensor, Tensor)",
         "matmul_all_to_all(Tensor x, Tensor w, Tensor counts, Tensor? add, SymInt rows, "
@@ -111,35 +111,35 @@ SCHEMAS = {
         "matmul_all_to_all_sum(Tensor x, Tensor w, Tensor counts, Tensor index, Tensor weights, "
         f"SymInt rows, bool host, bool keep, {GROUP}, {GRAD}) -> (Tensor, Tensor)",
     ),
-    "ops.matmul_all_reduce": (
+    "tensor_parallel.matmul_all_reduce": (
         f'matmul_all_reduce(Tensor x, Tensor w, Tensor? bias, {GROUP}, {SCALES}, str behind="") '
         "-> Tensor",
     ),
-    "ops.matmul_reduce_scatter": (
+    "tensor_parallel.matmul_reduce_scatter": (
         f"matmul_reduce_scatter(Tensor x, Tensor w, Tensor? bias, {ROWS}, int rank, {SCALES}, "
         f"int scatter_dim=0, {GRAD}) -> Tensor",
         f"matmul_reduce_scatter_sum(Tensor[] x, Tensor[] w, {ROWS}, int rank) -> Tensor",
     ),
-    "ops.norms": (f"add_norm({NORM}) -> Tensor[]",),
-    "ops.routed_experts": (
+    "norms.norms": (f"add_norm({NORM}) -> Tensor[]",),
+    "experts.routed_operators": (
         "all_to_all_matmul_routed(Tensor x, Tensor w, Tensor counts, Tensor routes, "
         f"Tensor lists, SymInt rows, bool keep, SymInt top, {GROUP}, {GRAD}) -> (Tensor, Tensor)",
         "matmul_all_to_all_routed(Tensor x, Tensor w, Tensor counts, Tensor routes, "
         f"Tensor lists, Tensor? weights, Tensor? add, SymInt tokens, SymInt top, {GROUP}, "
         f"{GRAD}) -> Tensor",
     ),
-    "ops.router": (
+    "experts.routes.router": (
         "choose_experts(Tensor logits, int top_k, bool renormalize) -> (Tensor, Tensor)",
         "choose_experts_gradient(Tensor dweights, Tensor weights, Tensor experts, "
         "Tensor logits, bool renormalize) -> Tensor",
         "order_by_expert(Tensor experts, int num_experts) -> (Tensor, Tensor, Tensor)",
     ),
-    "ops.token_sums": (
+    "experts.fused.sums": (
         "token_sum(Tensor rows, Tensor index) -> Tensor",
         "token_sum_gradient(Tensor dout, Tensor index, Tensor weights, SymInt rows, Tensor? y) "
         "-> (Tensor, Tensor)",
     ),
-    "ops.weighted_rows": (
+    "experts.fused.weighted_rows": (
         "weighted_rows(Tensor rows, Tensor weights, Tensor? other, Tensor? counts, "
         "str group_name) -> (Tensor, Tensor)",
     ),

@@ -211,7 +211,7 @@ def test_a_graph_of_a_group_that_has_another_size_by_now(rank: int, world_size: 
             call = torch.compile(partial(case, group=pair), backend=backend)
             call(x, w, b)
             with pytest.MonkeyPatch.context() as patch:  # the name is by now that of all ranks
-                patch.setattr("counterpoint.runtime.ranks.group_of", lambda _: world())
+                patch.setattr("counterpoint.group.ranks.group_of", lambda _: world())
                 with pytest.raises(InputError, match=r"group_size must be 3, .* got 2; call"):
                     call(x, w, b)
 

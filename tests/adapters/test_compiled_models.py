@@ -32,7 +32,7 @@ import counterpoint as cp
 from benchmarks.blocks import DECODE, NAMES, Sizes, made
 from counterpoint.adapters.rewriter import Rewriter
 from counterpoint.errors import CounterpointWarning, InputError
-from counterpoint.runtime.workspace import workspace_of
+from counterpoint.group.workspace import workspace_of
 
 COLLECTIVES = {"llama": 8, "mixtral": 14, "gpt2": 8, "llama tp": 7, "mixtral tp": 16, "gpt2 tp": 6,
                DECODE: 2}  # fmt: skip

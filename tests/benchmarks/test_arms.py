@@ -37,8 +37,8 @@ from benchmarks.declare import Arms, Bench, Benchmark, Case
 from benchmarks.runner import measured
 from benchmarks.steps_dlrm import BOTH, IN_BACKWARD, STEP
 from benchmarks.steps_experts import WAITING, experts_arms
+from counterpoint.experts.routes import exchange_routes
 from counterpoint.measure.timing import relative_error
-from counterpoint.ops import exchange_routes
 
 SMALL = expert_tensors.Model("small", 3, 24, 16, 2)
 CASES: dict[str, tuple[Benchmark, Case]] = {

@@ -17,9 +17,9 @@ from benchmarks import stamps
 from benchmarks.declare import Bench
 from benchmarks.runner import measured
 from benchmarks.stamps import Stay, Together, together
-from counterpoint.runtime.launch import INTERPRETED_BLOCKS
-from counterpoint.runtime.limits import LIMITS
-from counterpoint.runtime.occupancy import Kernel, beside, occupancy
+from counterpoint.gpu.limits import LIMITS
+from counterpoint.gpu.occupancy import Kernel, beside, occupancy
+from counterpoint.run.launch import INTERPRETED_BLOCKS
 from counterpoint.testing import ptx
 
 COMM = Stay(3, 100, 200)

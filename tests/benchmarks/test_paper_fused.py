@@ -13,9 +13,9 @@ from benchmarks import decode, embedding, expert_tensors, experts, paper_fused, 
 from benchmarks.declare import Bench, Case
 from benchmarks.runner import measured
 from counterpoint import presets
-from counterpoint.runtime.launch import RESERVED_SMS, Grid
-from counterpoint.runtime.limits import LIMITS
-from counterpoint.runtime.occupancy import Kernel, occupancy
+from counterpoint.gpu.limits import LIMITS
+from counterpoint.gpu.occupancy import Kernel, occupancy
+from counterpoint.run.launch import RESERVED_SMS, Grid
 from counterpoint.testing import ptx
 
 SMALL = expert_tensors.Model("small", 2, 24, 16, 1)

@@ -21,14 +21,14 @@ from benchmarks.persistent import free_grid_matmul_kernel
 from benchmarks.rows import Row
 from benchmarks.runner import chosen, declared, measured, run
 from counterpoint.errors import InputError
+from counterpoint.gpu.limits import LIMITS
+from counterpoint.gpu.occupancy import Kernel, occupancy
 from counterpoint.measure.timing import rotate
 from counterpoint.measure.trace import Activity
 from counterpoint.resources.controls import OFF, SEQUENTIAL, Controls
 from counterpoint.resources.pipeline import Pipeline
 from counterpoint.resources.run import Eager
 from counterpoint.resources.search import Space
-from counterpoint.runtime.limits import LIMITS
-from counterpoint.runtime.occupancy import Kernel, occupancy
 from counterpoint.testing import ptx
 
 CPU = torch.device("cpu")

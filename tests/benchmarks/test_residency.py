@@ -20,7 +20,7 @@ from benchmarks.residency_model import (
 )
 from counterpoint import presets
 from counterpoint.errors import InputError
-from counterpoint.runtime.occupancy import Kernel
+from counterpoint.gpu.occupancy import Kernel
 
 RING = Kernel(544, 96, 21568, 82240)
 LEAN = Kernel(256, 32)

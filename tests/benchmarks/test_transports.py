@@ -14,8 +14,9 @@ from torch import Tensor
 from benchmarks import peer_moves, transports
 from benchmarks.transports import TRANSPORTS, missing, open_transport
 from counterpoint.errors import UnsupportedError
+from counterpoint.gpu import driver
+from counterpoint.group import symmetric_cuda
 from counterpoint.machine import kernels_refused
-from counterpoint.runtime import driver, symmetric_cuda
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda", 0)

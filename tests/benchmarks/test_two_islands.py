@@ -12,9 +12,9 @@ import counterpoint as cp
 from benchmarks import two_islands
 from benchmarks.declare import Bench
 from counterpoint.choose.known import Knowledge
+from counterpoint.group.ranks import spawn
+from counterpoint.group.workspace import workspace_of
 from counterpoint.presets import preset
-from counterpoint.runtime.ranks import spawn
-from counterpoint.runtime.workspace import workspace_of
 
 CPU = torch.device("cpu")
 SMALL = {

@@ -9,7 +9,7 @@ from plan_cases import AR
 import counterpoint as cp
 from benchmarks.rows import rows_of
 from counterpoint.choose.by_rule import WORTHWHILE_S
-from counterpoint.plan.fused_sum import FEW_ROWS
+from counterpoint.tensor_parallel.plan_fused_sum import FEW_ROWS
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 ARMS = ("serial", "direct", "fused")

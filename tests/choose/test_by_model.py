@@ -23,12 +23,12 @@ from counterpoint.choose.gains import MARGINS, MIN_GAIN_S
 from counterpoint.machine import Machine
 from counterpoint.machine_of import machine_of
 from counterpoint.model.estimate import predicted_s
-from counterpoint.plan import finer
 from counterpoint.plan.families import build, parse
-from counterpoint.plan.makespan import finer_s, gather_s, scatter_s
 from counterpoint.plan.operation import operation_of
 from counterpoint.presets import preset
 from counterpoint.problem import Problem
+from counterpoint.schedules import finer
+from counterpoint.schedules.makespan import finer_s, gather_s, scatter_s
 
 RANKS = (1, 2, 3, 4, 8)
 # what is said against plans that look faster than the one chosen

@@ -5,7 +5,7 @@ import pytest
 import counterpoint as cp
 from counterpoint.choose.by_model import by_model
 from counterpoint.choose.known import released
-from counterpoint.plan.all_reduce_norm import refusal, settings_in
+from counterpoint.norms.plan_all_reduce_norm import refusal, settings_in
 from counterpoint.plan.families import build
 from counterpoint.problem import Problem
 

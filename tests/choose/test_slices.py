@@ -7,8 +7,8 @@ from embedding_cases import problem_of
 
 import counterpoint as cp
 from counterpoint.choose.slices import COUNTS, MIN_SLICE_S, slices_of
+from counterpoint.embedding.plan_slices import backward_s, slice_s, tables_by_slice
 from counterpoint.machine_of import shipped
-from counterpoint.plan.embedding_slices import backward_s, slice_s, tables_by_slice
 from counterpoint.problem import Problem
 
 MACHINE = shipped("NVIDIA H200", 2) or cp.preset("h200-2")

@@ -12,8 +12,8 @@ from processes import python
 
 import counterpoint as cp
 from counterpoint.cli.occupancy import ASSUMED, DEVICES, FEWER, NOTES, TOO_LARGE
-from counterpoint.runtime.limits import limits_of
-from counterpoint.runtime.occupancy import (
+from counterpoint.gpu.limits import limits_of
+from counterpoint.gpu.occupancy import (
     Kernel,
     dynamic_bytes_for,
     feasible,

@@ -8,9 +8,9 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from counterpoint.cli import kernels, main
-from counterpoint.runtime import step_footprints
-from counterpoint.runtime.footprint import Footprint
-from counterpoint.runtime.step_footprints import SHAPE, fitting_shape
+from counterpoint.gpu import step_footprints
+from counterpoint.gpu.footprint import Footprint
+from counterpoint.gpu.step_footprints import SHAPE, fitting_shape
 
 GEMM = Footprint(
     kind="kernel", name="nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NNT",

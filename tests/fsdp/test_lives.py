@@ -252,7 +252,7 @@ def test_without_memory_for_gradients_in_fp32_torch_reduces_them(rank: int, rank
     overlapped = cp.overlap(model, trial_steps=0)
     backward(model, rank, 0)
     model.zero_grad()
-    here = "counterpoint.runtime.symmetric_cpu._available_bytes"
+    here = "counterpoint.group.symmetric_cpu._available_bytes"
     with mock.patch(here, return_value=0 if rank else 1 << 40):
         assert same(want, run(model))
     assert "torch reduces some: no memory for gradients in fp32" in overlapped.explain()

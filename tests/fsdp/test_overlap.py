@@ -30,8 +30,8 @@ from torch.nn.parallel import DistributedDataParallel
 import counterpoint as cp
 from counterpoint.fsdp import torch_parts
 from counterpoint.fsdp.launch_gathers import Gathers
+from counterpoint.group.workspace import workspace_of
 from counterpoint.presets import preset
-from counterpoint.runtime.workspace import workspace_of
 
 STEPS = {
     "mixed": Step(), "fp32": Step(policy=None), "clipped": Step(clip=True),
@@ -688,7 +688,7 @@ def test_ranks_without_memory_leave_it_to_torch(rank: int, world_size: int):
     want = trained(made(Step(), mesh), Step(), rank)
     model = made(Step(), mesh)
     overlapped = cp.overlap(model, trial_steps=0)
-    here = "counterpoint.runtime.symmetric_cpu._available_bytes"
+    here = "counterpoint.group.symmetric_cpu._available_bytes"
     with mock.patch(here, return_value=0 if rank else 1 << 40):
         model(batch(rank, 0))
     model.zero_grad()

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 import counterpoint as cp
+from counterpoint.fsdp import plan_gather_shards, plan_scatter_shards
 from counterpoint.fsdp.plan_shards import (
     GATHER,
     SCATTER,
@@ -14,11 +15,10 @@ from counterpoint.fsdp.plan_shards import (
     predicted,
     scatter_plan,
 )
-from counterpoint.plan import gather_shards, scatter_shards
 from counterpoint.plan.steps import Region
 from counterpoint.presets import preset
 
-PLANS = {GATHER: gather_shards, SCATTER: scatter_shards}
+PLANS = {GATHER: plan_gather_shards, SCATTER: plan_scatter_shards}
 
 
 @pytest.mark.parametrize("rows", [(), (3, 0, 2, 1)], ids=["equal", "uneven"])
@@ -32,7 +32,7 @@ def test_both_ways_are_proved(op: str, ranks: int, rows: tuple[int, ...]):
     if ranks > 1:
         cp.validate(PLANS[op].in_place(problem))
     if ranks > 1 and op == GATHER:
-        cp.validate(gather_shards.in_turn(problem))
+        cp.validate(plan_gather_shards.in_turn(problem))
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])

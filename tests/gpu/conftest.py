@@ -91,7 +91,7 @@ def gpus(request):
     dist.init_process_group("nccl", device_id=device, timeout=timedelta(seconds=60))
     torch.manual_seed(dist.get_rank())
     yield device
-    from counterpoint.runtime.workspace import release_all
+    from counterpoint.group.workspace import release_all
 
     release_all()
     dist.destroy_process_group()

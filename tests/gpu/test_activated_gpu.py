@@ -7,14 +7,14 @@ import torch
 import torch.distributed as dist
 
 import counterpoint as cp
+from counterpoint.gpu.capture import no_collector
 from counterpoint.measure.timing import relative_error
 from counterpoint.ops.activations import NAMES, activate
 from counterpoint.plan.families import families
 from counterpoint.plan.operation import operation_of
 from counterpoint.problem import Problem
-from counterpoint.runtime.activated import FUNCTIONS, multiplied
-from counterpoint.runtime.capture import no_collector
-from counterpoint.runtime.invariant_matmul import by_kernel, gated_tile
+from counterpoint.run.activated import FUNCTIONS, multiplied
+from counterpoint.run.invariant_matmul import by_kernel, gated_tile
 
 AG = "all_gather_matmul"
 SIZES = ((64, 1024, 512), (13, 640, 272), (130, 1000, 100), (2, 72, 40), (520, 2048, 1024))

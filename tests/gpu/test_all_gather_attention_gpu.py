@@ -10,12 +10,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import counterpoint as cp
+from counterpoint.attention.steps import CuDNN, Flash, Formula, Given, library_of, merge_into
+from counterpoint.gpu.capture import no_collector
+from counterpoint.gpu.delay import Delay
+from counterpoint.group.workspace import Places, workspace_of
 from counterpoint.measure.timing import relative_error
 from counterpoint.problem import Problem
-from counterpoint.runtime.attention import CuDNN, Flash, Formula, Given, library_of, merge_into
-from counterpoint.runtime.capture import no_collector
-from counterpoint.runtime.delay import Delay
-from counterpoint.runtime.workspace import Places, workspace_of
 
 # batch, rows of a rank, heads, key heads, head dim
 SHAPES = [(1, 1024, 8, 2, 128), (2, 384, 4, 4, 64), (1, 130, 4, 2, 128), (1, 2304, 16, 4, 128)]

@@ -12,13 +12,13 @@ from specs import SHORT_S
 
 import counterpoint as cp
 from counterpoint.errors import InputError
+from counterpoint.gpu.capture import no_collector
+from counterpoint.gpu.delay import Delay
+from counterpoint.group.workspace import workspace_of
 from counterpoint.measure.timing import relative_error
-from counterpoint.ops import norms
+from counterpoint.norms import norms
 from counterpoint.plan.families import build
 from counterpoint.problem import Problem
-from counterpoint.runtime.capture import no_collector
-from counterpoint.runtime.delay import Delay
-from counterpoint.runtime.workspace import workspace_of
 
 FP8 = torch.float8_e4m3fn
 PLANS = ("serial", "direct", "fused", "fused one_shot", "fused two_shot", "auto")

@@ -11,11 +11,11 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as collectives
 
 import counterpoint as cp
+from counterpoint.gpu.capture import no_collector
 from counterpoint.measure.timing import relative_error
 from counterpoint.plan.families import families
-from counterpoint.plan.fused_sum import FEW_ROWS
-from counterpoint.runtime.capture import no_collector
-from counterpoint.runtime.invariant_matmul import WAVES, Tile, by_kernel
+from counterpoint.run.invariant_matmul import WAVES, Tile, by_kernel
+from counterpoint.tensor_parallel.plan_fused_sum import FEW_ROWS
 
 OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 MOST = 8192

@@ -9,13 +9,13 @@ import counterpoint
 from benchmarks.peer_moves import ring
 from benchmarks.transports import TRANSPORTS, missing, open_transport
 from counterpoint.errors import InputError, UnsupportedError
+from counterpoint.gpu import driver
+from counterpoint.gpu.driver import Copy, copies_async, copy_async, copy_batch_async
+from counterpoint.group.symmetric import allocate
 from counterpoint.measure.profile import traced
 from counterpoint.plan.bind import bind
 from counterpoint.plan.families import build
 from counterpoint.problem import ITEM_BYTES, Problem
-from counterpoint.runtime import driver
-from counterpoint.runtime.driver import Copy, copies_async, copy_async, copy_batch_async
-from counterpoint.runtime.symmetric import allocate
 
 SENTINEL = 0xA5
 SIZES = (1, 15, 4096, 70001, 1 << 20)  # bytes

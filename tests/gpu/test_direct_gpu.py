@@ -8,10 +8,10 @@ import torch.distributed as dist
 from specs import SHORT_S
 
 import counterpoint as cp
+from counterpoint.gpu.capture import no_collector
+from counterpoint.gpu.delay import Delay
+from counterpoint.group.workspace import workspace_of
 from counterpoint.measure.timing import relative_error
-from counterpoint.runtime.capture import no_collector
-from counterpoint.runtime.delay import Delay
-from counterpoint.runtime.workspace import workspace_of
 
 DIRECT = "direct"
 SHAPES = [(16, 512, 256), (64, 8192, 1024), (1024, 4096, 512), (24, 40, 72)]

@@ -11,9 +11,9 @@ from specs import SHORT_S
 
 import counterpoint as cp
 from counterpoint.choose.taken import Taken
-from counterpoint.runtime.capture import no_collector
-from counterpoint.runtime.delay import Delay
-from counterpoint.runtime.workspace import workspace_of
+from counterpoint.gpu.capture import no_collector
+from counterpoint.gpu.delay import Delay
+from counterpoint.group.workspace import workspace_of
 
 
 def dtype_of(layout):

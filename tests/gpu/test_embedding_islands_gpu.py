@@ -6,7 +6,7 @@ import torch.distributed as dist
 from embedding_cases import expected, problem_of, random_bags
 
 import counterpoint as cp
-from counterpoint.runtime.workspace import forget, workspace_of
+from counterpoint.group.workspace import forget, workspace_of
 
 pytestmark = pytest.mark.hosts
 

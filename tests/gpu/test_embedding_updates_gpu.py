@@ -7,10 +7,10 @@ from torch import nn
 
 import counterpoint as cp
 import counterpoint.nn as cnn
-from counterpoint.ops.embedding_exchange import problem_from
-from counterpoint.plan.embedding_bag_all_to_all import OP
-from counterpoint.runtime.delay import Delay
-from counterpoint.runtime.workspace import workspace_of
+from counterpoint.embedding.exchange import problem_from
+from counterpoint.embedding.plan_embedding_bag_all_to_all import OP
+from counterpoint.gpu.delay import Delay
+from counterpoint.group.workspace import workspace_of
 
 TABLES = ((1000, 128), (3, 64), (200, 24), (1, 16), (50, 300))
 BATCH, POOLING = 1024, 10  # of all ranks

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 import counterpoint as cp
 import counterpoint.nn as cnn
-from counterpoint.ops import router
+from counterpoint.experts.routes import router
 from counterpoint.ops.activations import swiglu
 
 SHAPES = [

@@ -10,10 +10,10 @@ from specs import SHORT_S
 
 import counterpoint as cp
 import counterpoint.nn as cnn
+from counterpoint.gpu.capture import no_collector
+from counterpoint.gpu.delay import Delay
+from counterpoint.group.workspace import workspace_of
 from counterpoint.measure.timing import relative_error
-from counterpoint.runtime.capture import no_collector
-from counterpoint.runtime.delay import Delay
-from counterpoint.runtime.workspace import workspace_of
 
 OPS = (cp.all_to_all_matmul, cp.matmul_all_to_all)
 K, N, ROOM = 72, 88, 512

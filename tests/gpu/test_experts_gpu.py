@@ -9,9 +9,9 @@ from expert_bodies import by_expert, by_owner, multiplied, summed, tables, whole
 
 import counterpoint as cp
 import counterpoint.nn as cnn
+from counterpoint.experts.steps_counted import grouped
+from counterpoint.gpu.capture import no_collector
 from counterpoint.measure.timing import relative_error
-from counterpoint.runtime.capture import no_collector
-from counterpoint.runtime.counted import grouped
 
 K, N, LOCAL = 64, 48, 3  # both are multiples of 8: the library's grouped matmul takes bf16
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

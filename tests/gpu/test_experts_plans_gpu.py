@@ -7,9 +7,9 @@ from activities import copy_activities
 from expert_bodies import by_expert, by_owner, multiplied, summed, tables, whole
 
 import counterpoint as cp
+from counterpoint.gpu.capture import no_collector
+from counterpoint.group.workspace import workspace_of
 from counterpoint.measure.profile import traced
-from counterpoint.runtime.capture import no_collector
-from counterpoint.runtime.workspace import workspace_of
 
 LOCAL = 4
 SPECS = ("grouped", "grouped 4", "grouped 1/1/2 ring", "grouped 1/1/1/1", "grouped 3/1 xor",

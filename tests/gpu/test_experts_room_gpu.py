@@ -11,11 +11,12 @@ from test_routes_on_device_gpu import no_waits
 
 import counterpoint as cp
 import counterpoint.nn as cnn
-from counterpoint.ops import expert_layer, weighted_rows
-from counterpoint.runtime import replay
-from counterpoint.runtime.capacity import drop_least
-from counterpoint.runtime.capture import no_collector
-from counterpoint.runtime.routes import NONE
+from counterpoint.experts import layer as expert_layer
+from counterpoint.experts.fused import weighted_rows
+from counterpoint.experts.routes.capacity import drop_least
+from counterpoint.experts.routes.lists import NONE
+from counterpoint.gpu.capture import no_collector
+from counterpoint.run import replay
 
 FEATURES, HIDDEN, LOCAL, TOP = 64, 48, 8, 3
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from specs import SHORT_S
 
 import counterpoint
-from counterpoint.runtime.workspace import workspace_of
+from counterpoint.group.workspace import workspace_of
 
 
 @pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter"])

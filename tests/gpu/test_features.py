@@ -7,12 +7,12 @@ import torch
 import torch.distributed as dist
 import triton
 
+from counterpoint.gpu import cublaslt, driver
+from counterpoint.gpu.driver import Copy
+from counterpoint.gpu.footprint import footprints
+from counterpoint.group.symmetric import allocate
 from counterpoint.kernels.signal import signal_kernel
 from counterpoint.measure.timing import relative_error
-from counterpoint.runtime import cublaslt, driver
-from counterpoint.runtime.driver import Copy
-from counterpoint.runtime.footprint import footprints
-from counterpoint.runtime.symmetric import allocate
 
 
 def test_versions():
@@ -115,11 +115,11 @@ def test_what_every_eager_call_asks_torch(gpus):
     """Modes, keys of tensors, autocast, the current stream's handle, the group's collectives."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
+    from counterpoint.group import library
+    from counterpoint.group.notice_board import Awaited
+    from counterpoint.group.workspace import workspace_of
     from counterpoint.ops import watched
-    from counterpoint.runtime import library
-    from counterpoint.runtime.lanes_cuda import raw_stream
-    from counterpoint.runtime.notice_board import Awaited
-    from counterpoint.runtime.workspace import workspace_of
+    from counterpoint.run.lanes_cuda import raw_stream
 
     class Mode(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):

@@ -7,10 +7,11 @@ import triton
 import triton.language as tl
 
 from counterpoint.cli import kernels
-from counterpoint.runtime import compute, driver
-from counterpoint.runtime.driver import Copy
-from counterpoint.runtime.footprint import Footprint, footprints, gemm_tile
-from counterpoint.runtime.step_footprints import step_footprints
+from counterpoint.gpu import driver
+from counterpoint.gpu.driver import Copy
+from counterpoint.gpu.footprint import Footprint, footprints, gemm_tile
+from counterpoint.gpu.step_footprints import step_footprints
+from counterpoint.run import compute
 
 
 @triton.jit

@@ -9,11 +9,11 @@ from scaled_bodies import AG, AR, E5M2, KINDS, RS, Case, call, off, operands
 
 import counterpoint as cp
 import counterpoint.nn as cnn
+from counterpoint.gpu.capture import no_collector
 from counterpoint.nn.rowwise import by_columns, quantised
 from counterpoint.plan.families import families
 from counterpoint.plan.operation import operation_of
 from counterpoint.problem import Problem
-from counterpoint.runtime.capture import no_collector
 
 PLANS = {AG: "shard_p2p", RS: "shard_p2p", AR: "shard_p2p"}
 

@@ -12,8 +12,8 @@ from specs import SHORT_S
 from test_overlap_ops import check
 
 import counterpoint as cp
-from counterpoint.runtime import compute
-from counterpoint.runtime.workspace import forget, workspace_of
+from counterpoint.group.workspace import forget, workspace_of
+from counterpoint.run import compute
 
 pytestmark = pytest.mark.hosts
 

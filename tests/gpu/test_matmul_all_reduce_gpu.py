@@ -9,10 +9,10 @@ import torch.distributed as dist
 from specs import SHORT_S
 
 import counterpoint as cp
+from counterpoint.gpu.capture import no_collector
+from counterpoint.gpu.delay import Delay
+from counterpoint.group.workspace import workspace_of
 from counterpoint.measure.timing import relative_error
-from counterpoint.runtime.capture import no_collector
-from counterpoint.runtime.delay import Delay
-from counterpoint.runtime.workspace import workspace_of
 
 SHAPES = [(1, 8192, 3584), (2, 8192, 1024), (8, 7168, 2304), (32, 8192, 3584), (64, 4096, 512),
           (128, 1024, 256), (4096, 4096, 2048), (5, 1000, 520), (3, 24, 40)]  # fmt: skip

@@ -6,12 +6,12 @@ import torch.distributed as dist
 from specs import specs
 
 import counterpoint
+from counterpoint.group.workspace import workspace_of
 from counterpoint.measure.timing import relative_error
 from counterpoint.plan.families import build
-from counterpoint.plan.finer import NAMES
 from counterpoint.problem import Problem
-from counterpoint.runtime import compute, lanes_cuda, tables
-from counterpoint.runtime.workspace import workspace_of
+from counterpoint.run import compute, lanes_cuda, tables
+from counterpoint.schedules.finer import NAMES
 
 AG, RS = "all_gather_matmul", "matmul_reduce_scatter"
 SHAPES = [(1, 1, 1), (37, 24, 40), (129, 257, 191), (256, 512, 512)]  # rows of a rank, N, K

@@ -7,7 +7,7 @@ from peer_examples import MATMUL, SUM, example, gathered, whole
 from specs import SHORT_S
 
 import counterpoint as cp
-from counterpoint.runtime.workspace import workspace_of
+from counterpoint.group.workspace import workspace_of
 
 CALLS = 6
 

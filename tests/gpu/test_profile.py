@@ -6,8 +6,8 @@ import torch.distributed as dist
 from activities import copy_activities
 
 import counterpoint
+from counterpoint.group.symmetric import allocate
 from counterpoint.measure.profile import traced
-from counterpoint.runtime.symmetric import allocate
 
 LONG_S = 0.5e-3
 

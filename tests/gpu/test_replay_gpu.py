@@ -6,11 +6,11 @@ import torch.distributed as dist
 from rank_bodies import world
 
 import counterpoint as cp
+from counterpoint.group.ranks import gather_object
+from counterpoint.group.workspace import workspace_of
 from counterpoint.measure.timing import relative_error
 from counterpoint.ops import auto
-from counterpoint.runtime import compute, replay
-from counterpoint.runtime.ranks import gather_object
-from counterpoint.runtime.workspace import workspace_of
+from counterpoint.run import compute, replay
 
 SPEC = "shard_p2p ring"
 

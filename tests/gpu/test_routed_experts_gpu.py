@@ -8,10 +8,10 @@ from test_islands_gpu import on_islands
 
 import counterpoint as cp
 import counterpoint.nn as cnn
+from counterpoint.gpu.capture import no_collector
+from counterpoint.group.workspace import workspace_of
 from counterpoint.measure.timing import relative_error
 from counterpoint.nn import expert_ways
-from counterpoint.runtime.capture import no_collector
-from counterpoint.runtime.workspace import workspace_of
 
 SHAPES = [(6, 5, 7, torch.float32), (64, 48, 96, torch.bfloat16), (24, 8, 16, torch.float16)]
 

@@ -13,11 +13,11 @@ from test_islands_gpu import on_islands, sizes
 from test_routed_experts_gpu import a_thousand_calls, exact, near, operands
 
 import counterpoint as cp
-from counterpoint.runtime.capture import no_collector
-from counterpoint.runtime.device_routes import Sizes, found_by
-from counterpoint.runtime.launch_routes import tell_into as tell_by_kernel
-from counterpoint.runtime.routes import NONE
-from counterpoint.runtime.tell_routes import found_by_kernels, tell_into
+from counterpoint.experts.routes.launch import tell_into as tell_by_kernel
+from counterpoint.experts.routes.lists import NONE
+from counterpoint.experts.routes.on_device import Sizes, found_by
+from counterpoint.experts.routes.tell import found_by_kernels, tell_into
+from counterpoint.gpu.capture import no_collector
 
 SHAPES = [(64, 48, 96, torch.bfloat16), (24, 8, 16, torch.float16), (256, 512, 384, torch.bfloat16)]
 

@@ -11,12 +11,12 @@ import triton.language as tl
 
 from benchmarks.kernel_matmul import matmul_kernel
 from counterpoint.errors import InputError, UnsupportedError
+from counterpoint.gpu import graph_nodes
+from counterpoint.gpu.device_limits import limits_here
+from counterpoint.gpu.footprint import node_footprint
+from counterpoint.gpu.occupancy import feasible, occupancy
 from counterpoint.resources.shape import Nodes, Shape
 from counterpoint.resources.shape_triton import triton_launches
-from counterpoint.runtime import graph_nodes
-from counterpoint.runtime.device_limits import limits_here
-from counterpoint.runtime.footprint import node_footprint
-from counterpoint.runtime.occupancy import feasible, occupancy
 
 NUM_KERNELS = 100
 

@@ -6,11 +6,11 @@ import torch.distributed as dist
 from sharing_bodies import Loop
 
 from counterpoint.errors import InputError, PeerTimeoutError, UnsupportedError
+from counterpoint.gpu.delay import Delay
 from counterpoint.resources.controls import OFF, SEQUENTIAL, Controls
 from counterpoint.resources.pipeline import Pipeline
 from counterpoint.resources.run import Captured, Eager
 from counterpoint.resources.search import Space
-from counterpoint.runtime.delay import Delay
 
 SIZE = 1024
 SPECS = (

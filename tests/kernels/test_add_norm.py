@@ -8,8 +8,8 @@ import pytest
 import torch
 from on_ranks import on_ranks
 
-from counterpoint.ops import norms
-from counterpoint.ops.norms import FP8, Norm
+from counterpoint.norms import norms
+from counterpoint.norms.norms import FP8, Norm
 
 SHAPES = [(1, 16), (3, 20), (2, 1), (2, 33)]
 

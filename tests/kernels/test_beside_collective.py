@@ -17,13 +17,12 @@ from rankpool import RankPool
 from test_flags_interleaved import COMBINE, DISPATCH, K, N, action_of, by_hand, integers, table
 from turns import plant
 
-from counterpoint.kernels import embedding_all_to_all
-from counterpoint.ops import embedding_kernels
-from counterpoint.plan import embedding_bag_all_to_all as plans
+from counterpoint.embedding import kernel_lookups, launch_lookups
+from counterpoint.embedding import plan_embedding_bag_all_to_all as plans
 from counterpoint.plan.bind import bind
 from counterpoint.plan.families import build
-from counterpoint.runtime import launch
-from counterpoint.runtime.launch import Site
+from counterpoint.run import launch
+from counterpoint.run.launch import Site
 
 DIMS, BATCH = ((16,), (8,)), (5, 4)
 LIMIT = 96
@@ -82,7 +81,7 @@ def bags(patch: pytest.MonkeyPatch, seed: int, fault: str) -> Ours:
     """It reserves no SMs, and has more programs than fit beside the collective."""
     patch.setattr(launch, "INTERPRETED_BLOCKS", 6)
     patch.setattr(plans, "POOLING", (("else", "64x2x4"),))
-    plant(patch, fault, embedding_all_to_all)
+    plant(patch, fault, kernel_lookups)
     plan = build(problem_of(DIMS, BATCH), "fused")
     p, each = plan.problem, memories(2, 1 << 14)
     every = [random_bags(d, p.m, seed=seed + r, longest=3) for r, d in enumerate(p.tables)]
@@ -90,10 +89,10 @@ def bags(patch: pytest.MonkeyPatch, seed: int, fault: str) -> Ours:
 
     def run(r: int) -> None:
         site, b = Site(bind(plan, r).steps[0], places_of(each[r], plan), 0), every[r]
-        given: Any = embedding_kernels.Bags(
+        given: Any = launch_lookups.Bags(
             b.tables, b.indices, b.offsets, None, True, False, {}, None
         )
-        embedding_kernels.prepare(site)({"bags": given, "y": ys[r][GUARD:-GUARD]})
+        launch_lookups.prepare(site)({"bags": given, "y": ys[r][GUARD:-GUARD]})
 
     def right() -> bool:
         wants = (expected(every, p, r, mean=False) for r in range(2))

@@ -19,17 +19,21 @@ from planted import take_and_leave
 from rank_bodies import world
 from rankpool import RankPool
 
-import counterpoint.ops.fused_sum  # noqa: F401  (it registers its kernels)
-from counterpoint.kernels import all_reduce_norm, matmul_all_reduce
-from counterpoint.ops import fused_experts, fused_norm  # noqa: F401
+import counterpoint.tensor_parallel.launch_fused_sum  # noqa: F401  (it registers its kernels)
+from counterpoint.experts.fused import launch as fused_experts  # noqa: F401
+from counterpoint.experts.routes.on_device import Sizes, found_by
+from counterpoint.group.workspace import workspace_of
+from counterpoint.norms import (
+    kernel_all_reduce_norm,
+    launch_norm,  # noqa: F401
+)
 from counterpoint.plan.bind import bind
 from counterpoint.plan.families import build
 from counterpoint.plan.steps import OWN_PROTOCOL, Plan, Region
 from counterpoint.problem import ITEM_BYTES, Problem
-from counterpoint.runtime.device_routes import Sizes, found_by
-from counterpoint.runtime.execute import compile_plan
-from counterpoint.runtime.fused import fused_memory
-from counterpoint.runtime.workspace import workspace_of
+from counterpoint.run.execute import compile_plan
+from counterpoint.run.fused import fused_memory
+from counterpoint.tensor_parallel import kernel_matmul_all_reduce
 
 PATTERN = {2: -23131, 4: -1515870811}  # 0xA5A5...: no small integer of 16 bits, and no epoch
 EMPTY = -(1 << 31)
@@ -134,7 +138,7 @@ def run_once(rank: int, ranks: int, case: Case) -> tuple[Changed, int]:
     workspace, plan = workspace_of(world(), torch.device("cpu")), plan_of(case)
     with pytest.MonkeyPatch.context() as patch:
         # words that have been taken are emptied: left as they are, they show
-        for kernels in (matmul_all_reduce, all_reduce_norm):
+        for kernels in (kernel_matmul_all_reduce, kernel_all_reduce_norm):
             patch.setattr(kernels, "take_words", take_and_leave)
         code = compile_plan(plan, workspace)
         memory, views = fused_memory(workspace), dict[str, torch.Tensor]()

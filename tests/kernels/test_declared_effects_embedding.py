@@ -19,14 +19,14 @@ from rankpool import RankPool
 from torch import Tensor
 
 import counterpoint as cp
+from counterpoint.embedding.launch_lookups import Bags
 from counterpoint.errors import PlanError
-from counterpoint.ops.embedding_kernels import Bags
+from counterpoint.group.workspace import workspace_of
 from counterpoint.plan.bind import Box, bind
 from counterpoint.plan.families import build
 from counterpoint.plan.steps import Plan, Region
-from counterpoint.runtime.execute import compile_plan
-from counterpoint.runtime.fused import fused_memory
-from counterpoint.runtime.workspace import workspace_of
+from counterpoint.run.execute import compile_plan
+from counterpoint.run.fused import fused_memory
 
 CPU = torch.device("cpu")
 GARBAGE = (0x5A5A5A5A, 0x24242424)  # also the epoch before the call, which is then odd

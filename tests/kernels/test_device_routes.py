@@ -7,11 +7,11 @@ from rankpool import RankPool
 from routed_bodies import KINDS, differ, named, told_of
 
 from counterpoint.errors import UnsupportedError
-from counterpoint.runtime import launch_routes
-from counterpoint.runtime.counted import rows_here
-from counterpoint.runtime.device_routes import Sizes, found_by
-from counterpoint.runtime.routes import NONE
-from counterpoint.runtime.tell_routes import by_kernels, found_by_kernels, tell_into
+from counterpoint.experts.routes import launch as launch_routes
+from counterpoint.experts.routes.lists import NONE
+from counterpoint.experts.routes.on_device import Sizes, found_by
+from counterpoint.experts.routes.tell import by_kernels, found_by_kernels, tell_into
+from counterpoint.experts.steps_counted import rows_here
 
 # ranks, experts, experts of a token, tokens of a rank
 SHAPES = (

@@ -9,14 +9,14 @@ from late import GIVES_UP, TIMEOUT_S, looks_of
 from rank_bodies import world
 from rankpool import RankPool
 
-from counterpoint.ops.embedding_kernels import Bags, Pooling
-from counterpoint.plan import embedding_bag_all_to_all as plans
+from counterpoint.embedding import plan_embedding_bag_all_to_all as plans
+from counterpoint.embedding.launch_lookups import Bags, Pooling
+from counterpoint.group.workspace import workspace_of
 from counterpoint.plan.families import build
 from counterpoint.problem import Problem
-from counterpoint.runtime import launch
-from counterpoint.runtime.execute import compile_plan
-from counterpoint.runtime.fused import fused_memory
-from counterpoint.runtime.workspace import workspace_of
+from counterpoint.run import launch
+from counterpoint.run.execute import compile_plan
+from counterpoint.run.fused import fused_memory
 
 CPU = torch.device("cpu")
 DIMS = ((32, 16), (), (48, 20, 16), (10,))  # of each rank; vectors of 4 divide not all

@@ -11,11 +11,11 @@ from embedding_cases import Bags, random_bags
 from on_ranks import on_ranks
 from torch import Tensor
 
-from counterpoint.ops import embedding_gradients as ops
-from counterpoint.ops.embedding_exchange import Slice, at_once, in_one
-from counterpoint.ops.embedding_updates import SGD, RowWiseAdagrad, Steps, Update
-from counterpoint.plan.embedding_slices import tables_by_slice
-from counterpoint.runtime import launch_embedding_gradient as launches
+from counterpoint.embedding import gradients as ops
+from counterpoint.embedding import launch_gradient as launches
+from counterpoint.embedding.exchange import Slice, at_once, in_one
+from counterpoint.embedding.plan_slices import tables_by_slice
+from counterpoint.embedding.updates import SGD, RowWiseAdagrad, Steps, Update
 
 CASES: tuple[tuple[tuple[int, ...], str, Any], ...] = (
     ((32, 16), "sum", torch.float32), ((5, 40, 7), "mean", torch.float16),

@@ -6,20 +6,20 @@ import pytest
 import triton.language as tl
 from kernel_code import COUNTED, at, blocks_of, code, parted, wide
 
-from counterpoint.kernels.all_to_all_matmul import all_to_all_matmul_kernel
-from counterpoint.kernels.embedding_all_to_all import embedding_all_to_all_kernel, lookup_kernel
-from counterpoint.kernels.matmul_all_to_all import (
+from counterpoint.embedding.kernel_lookups import embedding_all_to_all_kernel, lookup_kernel
+from counterpoint.embedding.launch_lookups import Setting, settings_of
+from counterpoint.embedding.layout import VECTOR_BYTES
+from counterpoint.experts.fused.kernel_combine import (
     arrival_kernel,
     matmul_all_to_all_kernel,
     send_sums_kernel,
 )
-from counterpoint.kernels.routes import spoil_kernel
-from counterpoint.ops.embedding_kernels import Setting, settings_of
-from counterpoint.ops.expert_launches import block_of as blocks_of_weights
+from counterpoint.experts.fused.kernel_dispatch import all_to_all_matmul_kernel
+from counterpoint.experts.fused.memory import block_of as blocks_of_weights
+from counterpoint.experts.fused.plan_fused import Sending, Tile, sending_of, tile_of
+from counterpoint.experts.routes.kernel_rows import spoil_kernel
 from counterpoint.plan.families import build
-from counterpoint.plan.fused_experts import Sending, Tile, sending_of, tile_of
 from counterpoint.problem import Problem
-from counterpoint.runtime.embedding_layout import VECTOR_BYTES
 from counterpoint.testing.ptx import (
     ACQUIRE,
     BARRIER,

@@ -9,16 +9,18 @@ from memories import GUARD, guarded, left, memories, places_of, site_of
 from rankpool import RankPool
 from turns import Scene, all_right, plant, shown
 
-from counterpoint.kernels import all_to_all_matmul, embedding_all_to_all, matmul_all_to_all, peer
-from counterpoint.ops import embedding_kernels, fused_experts
-from counterpoint.ops.fused_experts import COMBINE, DISPATCH
-from counterpoint.plan import embedding_bag_all_to_all as plans
+from counterpoint.embedding import kernel_lookups, launch_lookups
+from counterpoint.embedding import plan_embedding_bag_all_to_all as plans
+from counterpoint.experts.fused import kernel_combine, kernel_dispatch
+from counterpoint.experts.fused import launch as fused_experts
+from counterpoint.experts.fused.launch import COMBINE, DISPATCH
+from counterpoint.experts.routes.on_device import Found, Sizes, found_by
+from counterpoint.kernels import peer
 from counterpoint.plan.bind import bind
 from counterpoint.plan.families import build
 from counterpoint.problem import Problem
-from counterpoint.runtime import launch
-from counterpoint.runtime.device_routes import Found, Sizes, found_by
-from counterpoint.runtime.launch import Grid, Site
+from counterpoint.run import launch
+from counterpoint.run.launch import Grid, Site
 
 STUCK = "deadlock: nobody can go on"
 
@@ -41,7 +43,7 @@ def bags_scene(
     """
     patch.setattr(launch, "INTERPRETED_BLOCKS", programs)
     patch.setattr(plans, "POOLING", (("else", "256x2x4"),))
-    plant(patch, fault, embedding_all_to_all)
+    plant(patch, fault, kernel_lookups)
     each = memories(ranks, 1 << 14)
     problems = [problem_of(DIMS[:ranks], b[:ranks], out=own) for b in BATCHES[sizes]]
     calls = [
@@ -61,10 +63,10 @@ def bags_scene(
             into = (bases, HALF, turn) if own else None
             y = ys[i][r][GUARD:-GUARD]
             site = Site(bind(plan, r).steps[0], places_of(each[r], plan), 0)
-            given: Any = embedding_kernels.Bags(
+            given: Any = launch_lookups.Bags(
                 b.tables, b.indices, b.offsets, None, True, False, {}, into
             )
-            embedding_kernels.prepare(site)({"bags": given, "y": y})
+            launch_lookups.prepare(site)({"bags": given, "y": y})
             if own:
                 start = GUARD + turn * HALF * 4
                 y.copy_(outs[r][start : start + y.numel()])
@@ -261,7 +263,7 @@ def experts_scene(
     routes: bool,
 ) -> Scene:  # fmt: skip
     """Three calls of experts, by counts or by routes."""
-    plant(patch, fault, matmul_all_to_all if op == COMBINE else all_to_all_matmul, peer)
+    plant(patch, fault, kernel_combine if op == COMBINE else kernel_dispatch, peer)
     each = memory_of(ranks)
     if routes:
         lists = [drawn(3 * seed + i, ranks, experts) for i in range(3)]

@@ -11,8 +11,8 @@ from on_ranks import on_ranks
 
 from counterpoint.kernels.invariant_matmul import few_rows_matmul_kernel, invariant_matmul_kernel
 from counterpoint.kernels.reduce import sum_of_parts
-from counterpoint.runtime import invariant_matmul
-from counterpoint.runtime.invariant_matmul import (
+from counterpoint.run import invariant_matmul
+from counterpoint.run.invariant_matmul import (
     FEW_ROWS,
     WAVES,
     Tile,

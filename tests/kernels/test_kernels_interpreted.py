@@ -21,9 +21,9 @@ from rankpool import RankPool
 from torch import Tensor
 
 from benchmarks.kernel_matmul import matmul_kernel
+from counterpoint.group.symmetric import allocate
 from counterpoint.kernels.reduce import reduce_kernel
 from counterpoint.kernels.signal import signal_kernel
-from counterpoint.runtime.symmetric import allocate
 
 LANES = 32
 TURNS = 8  # so that epochs wrap on the way

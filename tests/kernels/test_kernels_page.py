@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 from rankpool import RankPool
 
-from counterpoint.runtime.launch import RESERVED_SMS
+from counterpoint.run.launch import RESERVED_SMS
 
 PAGE = Path(__file__).parents[2] / "docs" / "kernels.md"
 

@@ -8,14 +8,14 @@ from rank_bodies import Case, world, wrong_cases
 from rankpool import RankPool
 
 import counterpoint as cp
-from counterpoint.ops.fused_sum import prepare
+from counterpoint.group.workspace import Places, workspace_of
 from counterpoint.plan.bind import bind
 from counterpoint.plan.families import build
 from counterpoint.problem import Problem
-from counterpoint.runtime.execute import compile_plan
-from counterpoint.runtime.fused import FusedMemory, fused_memory
-from counterpoint.runtime.launch import Site
-from counterpoint.runtime.workspace import Places, workspace_of
+from counterpoint.run.execute import compile_plan
+from counterpoint.run.fused import FusedMemory, fused_memory
+from counterpoint.run.launch import Site
+from counterpoint.tensor_parallel.launch_fused_sum import prepare
 
 CPU = torch.device("cpu")
 SUM, SCATTER = "matmul_all_reduce", "matmul_reduce_scatter"

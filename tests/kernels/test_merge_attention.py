@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from on_ranks import on_ranks
 
-from counterpoint.kernels.merge_attention import merge_attention_kernel
+from counterpoint.attention.kernel_merge import merge_attention_kernel
 
 
 @on_ranks(1)

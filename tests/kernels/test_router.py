@@ -7,7 +7,7 @@ import torch
 from on_ranks import on_ranks
 from torch import Tensor
 
-from counterpoint.ops import router
+from counterpoint.experts.routes import router
 
 INF, NAN = torch.inf, torch.nan
 # tokens, experts, top

@@ -7,10 +7,10 @@ import torch.nn.functional as F
 from on_ranks import on_ranks
 from torch import Tensor
 
-from counterpoint.ops import weighted_rows
+from counterpoint.experts.fused import weighted_rows
 from counterpoint.ops.activations import NAMES, swiglu
-from counterpoint.runtime import activated
-from counterpoint.runtime.activated import FUNCTIONS
+from counterpoint.run import activated
+from counterpoint.run.activated import FUNCTIONS
 
 NUMBERS = 9001  # no multiple of a block, and more than two of them
 ROOM = 12

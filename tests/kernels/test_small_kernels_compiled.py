@@ -19,21 +19,23 @@ from triton.runtime.errors import PTXASError
 from benchmarks.kernel_exchange import exchange_kernel
 from benchmarks.kernel_matmul import matmul_kernel
 from counterpoint import machine
-from counterpoint.kernels import device_routes, embedding_gradient, router, routes
+from counterpoint.attention.kernel_merge import merge_attention_kernel
+from counterpoint.embedding import kernel_gradient
+from counterpoint.embedding import launch_gradient as gradients
+from counterpoint.experts.fused import weighted_rows
+from counterpoint.experts.fused.kernel_combine import collect_kernel
+from counterpoint.experts.fused.kernel_dispatch import clear_kernel
+from counterpoint.experts.fused.kernel_sums import token_sum_gradient_kernel, token_sum_kernel
+from counterpoint.experts.fused.kernel_weighted_rows import weighted_rows_kernel
+from counterpoint.experts.routes import kernel_on_device, kernel_router, kernel_rows
+from counterpoint.experts.routes import launch as launch_routes
+from counterpoint.experts.routes import router as routing
 from counterpoint.kernels.activation import activation_gradient_kernel, activation_kernel
-from counterpoint.kernels.add_norm import add_norm_kernel
-from counterpoint.kernels.all_to_all_matmul import clear_kernel
 from counterpoint.kernels.delay import delay_kernel
-from counterpoint.kernels.matmul_all_to_all import collect_kernel
-from counterpoint.kernels.merge_attention import merge_attention_kernel
 from counterpoint.kernels.reduce import reduce_kernel
 from counterpoint.kernels.signal import signal_kernel
-from counterpoint.kernels.token_sums import token_sum_gradient_kernel, token_sum_kernel
-from counterpoint.kernels.weighted_rows import weighted_rows_kernel
-from counterpoint.ops import router as routing
-from counterpoint.ops import weighted_rows
-from counterpoint.runtime import activated, launch_routes
-from counterpoint.runtime import launch_embedding_gradient as gradients
+from counterpoint.norms.kernel_add_norm import add_norm_kernel
+from counterpoint.run import activated
 from counterpoint.testing.ptx import Compiled, lines_with
 
 NORM = {"LAYER": False, "HAS_RESIDUAL": True, "HAS_BIAS": False, "WHOLE": True}
@@ -102,10 +104,10 @@ def routers() -> Iterator[tuple[str, Row]]:
     tokens = {"RENORMALIZE": True, "TOKENS": 1, "CHOICES": top, "num_warps": 1}
     order = {"BLOCK": routing.BLOCK, "num_warps": routing.NUM_WARPS}
     for kernel, given in (
-        (router.choose_experts_kernel, tokens | {"TOP": top}),
-        (router.choose_experts_gradient_kernel, tokens | {"TOP": top}),
-        (router.count_experts_kernel, order),
-        (router.place_rows_kernel, order | {"BLOCKS": routing.COUNTS // experts}),
+        (kernel_router.choose_experts_kernel, tokens | {"TOP": top}),
+        (kernel_router.choose_experts_gradient_kernel, tokens | {"TOP": top}),
+        (kernel_router.count_experts_kernel, order),
+        (kernel_router.place_rows_kernel, order | {"BLOCKS": routing.COUNTS // experts}),
     ):  # fmt: skip
         kinds = {"fp32": "logits dlogits weights dweights", "i32": "counts"}
         given |= {"EXPERTS": experts, "dtype": "i32", "pointers": kinds, "sizes": "E"}
@@ -116,16 +118,16 @@ def beside_table_gradients() -> Iterator[tuple[str, Row]]:
     plain: dict[str, Any] = {"plain": "all", "pointers": TABLES}
     given = {"DTYPE": tl.bfloat16, "WRITES": "rows", "SEGMENT": gradients.SEGMENT, "VEC": 8,
              "STEP": gradients.LONG_TILE // 128, "BLOCK_D": 128, "num_warps": 8}  # fmt: skip
-    yield "long_rows", Row(embedding_gradient.long_rows_kernel, given | plain)
+    yield "long_rows", Row(kernel_gradient.long_rows_kernel, given | plain)
     plain["pointers"] = {"i64": "bags tables order", "i32": "names"}
-    yield "names", Row(embedding_gradient.names_kernel, {"BLOCK": 1024} | plain)
+    yield "names", Row(kernel_gradient.names_kernel, {"BLOCK": 1024} | plain)
     given = {"DTYPE": tl.bfloat16, "ENTRIES": 16, "BLOCK_D": 64, "num_warps": 2}
     plain["pointers"] = {"i64": "bags tables", "i32": "indices", "fp32": "out"}
-    yield "weight_gradient", Row(embedding_gradient.weight_gradient_kernel, given | plain)
+    yield "weight_gradient", Row(kernel_gradient.weight_gradient_kernel, given | plain)
     given = {"SCALED": True, "SEGMENT": gradients.SEGMENT, "BLOCK": gradients.BLOCK}
     plain["pointers"] = {"i64": "bags order", "i32": "rows starts tables sorted_bags marks",
                          "fp32": "scales sorted_scales"}  # fmt: skip
-    yield "mark_rows", Row(embedding_gradient.mark_rows_kernel, given | plain)
+    yield "mark_rows", Row(kernel_gradient.mark_rows_kernel, given | plain)
 
 
 ROWS = dict([*of_rows(), *summed(), *routers(), *beside_table_gradients()])
@@ -173,7 +175,7 @@ def test_gradients_of_tables(writes: str):
              "SEGMENT": gradients.SEGMENT, "ROWS": gradients.TILE // 128,
              "UNROLL": gradients.UNROLL, "num_warps": gradients.NUM_WARPS,
              "pointers": TABLES}  # fmt: skip
-    found = check(Row(embedding_gradient.table_gradient_kernel, given), 90)
+    found = check(Row(kernel_gradient.table_gradient_kernel, given), 90)
     assert "ld.global.v4.b32" in found.ptx and re.search(r"st\.global\.v\d\.b32", found.ptx)
 
 
@@ -207,7 +209,7 @@ def test_routes_are_found_in_registers(capability: int, sizes: tuple[int, int, i
         kinds = {"fp32": "sent each"}
     given = {"dtype": "i32", "pointers": kinds,
              "num_warps": launch_routes.NUM_WARPS, **dict(known)}  # fmt: skip
-    home = routes if name in ("name_entries", "rows_here") else device_routes
+    home = kernel_rows if name in ("name_entries", "rows_here") else kernel_on_device
     check(Row(getattr(home, f"{name}_kernel"), given), capability)
 
 

@@ -9,8 +9,8 @@ import torch
 from on_ranks import on_ranks
 from torch import Tensor
 
-from counterpoint.ops import token_sums
-from counterpoint.runtime.token_sums import Source, sum_by_kernel, sum_rows
+from counterpoint.experts.fused import sums as token_sums
+from counterpoint.experts.fused.launch_sums import Source, sum_by_kernel, sum_rows
 
 # tokens, top, rows, N; more rows than are named, fewer, a row of two blocks
 CASES = ((7, 2, 20, 40), (9, 3, 5, 16), (4, 1, 4, 2100), (3, 2, 0, 8), (0, 2, 6, 8))

@@ -10,18 +10,18 @@ import triton.language as tl
 from kernel_code import blocks_of, code, polled, words
 from ttgir import all_stop_alike
 
-from counterpoint.kernels.add_norm import OPTIONS, add_norm_kernel
-from counterpoint.kernels.all_reduce_norm import all_reduce_norm_kernel
 from counterpoint.kernels.collectives import collective_kernel
-from counterpoint.kernels.matmul_all_reduce import matmul_all_reduce_kernel
-from counterpoint.ops.fused_sum import SHOTS
-from counterpoint.ops.norms import QUANTIZED
-from counterpoint.plan import all_reduce_norm
+from counterpoint.norms import plan_all_reduce_norm
+from counterpoint.norms.kernel_add_norm import OPTIONS, add_norm_kernel
+from counterpoint.norms.kernel_all_reduce_norm import all_reduce_norm_kernel
+from counterpoint.norms.norms import QUANTIZED
 from counterpoint.plan.families import build, parse
-from counterpoint.plan.fused_sum import Settings, padded, rows_of_tile, settings_of
 from counterpoint.problem import Problem
-from counterpoint.runtime.launch import RESERVED_SMS, Grid
-from counterpoint.runtime.launch_collective import BLOCKS, NUM_WARPS, block_of
+from counterpoint.run.launch import RESERVED_SMS, Grid
+from counterpoint.run.launch_collective import BLOCKS, NUM_WARPS, block_of
+from counterpoint.tensor_parallel.kernel_matmul_all_reduce import matmul_all_reduce_kernel
+from counterpoint.tensor_parallel.launch_fused_sum import SHOTS
+from counterpoint.tensor_parallel.plan_fused_sum import Settings, padded, rows_of_tile, settings_of
 from counterpoint.testing.ptx import Compiled, lines_with
 
 SMS = 132  # of H200
@@ -32,14 +32,14 @@ PLACES = pytest.mark.parametrize(
 
 
 def norm(p: Problem, spec: str, capability: int = 90) -> Compiled:
-    settings = all_reduce_norm.settings_in(build(p, spec).steps[0])
+    settings = plan_all_reduce_norm.settings_in(build(p, spec).steps[0])
     two = settings.shots == "two_shot"
     return code(
         all_reduce_norm_kernel, capability, options=OPTIONS, num_warps=settings.num_warps,
         pointers={"i32": "x state", "fp8e4nv": "y" * bool(p.quantized)},
         sizes="N part half_bytes", WORLD=p.ranks, TWO_SHOT=two, LAYER=p.norm == "layer",
         HAS_RESIDUAL=p.residual, HAS_BIAS=p.bias, FP8=QUANTIZED[p.quantized], DTYPE=tl.bfloat16,
-        BLOCK=padded(all_reduce_norm.row_words(p) // (p.ranks if two else 1)),
+        BLOCK=padded(plan_all_reduce_norm.row_words(p) // (p.ranks if two else 1)),
         NUM_WARPS=settings.num_warps, IN_ORDER=p.invariant,
     )  # fmt: skip
 

@@ -9,14 +9,15 @@ from memories import GUARD, guarded, left, memories, places_of
 from rankpool import RankPool
 from turns import Scene, all_right, plant, shown
 
-from counterpoint.kernels import all_reduce_norm, collectives, matmul_all_reduce
-from counterpoint.ops import fused_norm, fused_sum
+from counterpoint.kernels import collectives
+from counterpoint.norms import kernel_all_reduce_norm, launch_norm
 from counterpoint.plan.bind import bind
 from counterpoint.plan.families import build
 from counterpoint.plan.steps import Plan
 from counterpoint.problem import Problem
-from counterpoint.runtime import launch_collective
-from counterpoint.runtime.launch import Site
+from counterpoint.run import launch_collective
+from counterpoint.run.launch import Site
+from counterpoint.tensor_parallel import kernel_matmul_all_reduce, launch_fused_sum
 
 BLOCK = 32  # words of a collective: several for each of two programs
 # whether a tensor has a part for each rank before, and after
@@ -90,7 +91,7 @@ def norm(shots: str, ranks: int, size: tuple[int, int]) -> Call:
     def run(r: int, memory: Any) -> None:
         y, h = (inside(room, m, n) for room in rooms[2 * r : 2 * r + 2])
         operands = {"x": x[r], "residual": residual, "y": y, "h": h, "weight": torch.ones(n).half()}
-        fused_norm.prepare(site(plan, r, memory))(operands)
+        launch_norm.prepare(site(plan, r, memory))(operands)
 
     def off() -> list[int]:
         ys, hs = ([inside(room, m, n) for room in rooms[i::2]] for i in range(2))
@@ -116,7 +117,7 @@ def product(shots: str, ranks: int, size: tuple[int, int]) -> Call:
 
     def run(r: int, memory: Any) -> None:
         operands = {"x": x[r], "w": w[r], "y": inside(rooms[r], m, n)}
-        fused_sum.prepare(site(plan, r, memory))(operands)
+        launch_fused_sum.prepare(site(plan, r, memory))(operands)
 
     def off() -> list[int]:
         """All ranks hold the same bits, too, where all have the whole sum."""
@@ -140,7 +141,7 @@ def scene(
 ) -> Scene:
     """Several calls on one memory; of the fault "halves" halves are as large as the call."""
     patch.setattr(launch_collective, "BLOCKS", (BLOCK,))
-    plant(patch, fault, all_reduce_norm, collectives, matmul_all_reduce)
+    plant(patch, fault, kernel_all_reduce_norm, collectives, kernel_matmul_all_reduce)
     calls = [CALLS[family](kind, ranks, size) for size in SIZES[family][sizes]]
     each = memories(ranks, 2 * max(call.half_bytes for call in calls) + 4096)
 

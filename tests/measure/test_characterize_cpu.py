@@ -5,10 +5,10 @@ import torch.distributed as dist
 from on_ranks import on_ranks
 
 import counterpoint as cp
+from counterpoint.group.ranks import gather_object
+from counterpoint.group.workspace import forget, workspace_of
 from counterpoint.measure import characterize_cpu, exchanges
 from counterpoint.plan.families import build
-from counterpoint.runtime.ranks import gather_object
-from counterpoint.runtime.workspace import forget, workspace_of
 
 MIB = exchanges.MIB
 

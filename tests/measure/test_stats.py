@@ -18,9 +18,9 @@ import counterpoint as cp
 import counterpoint.nn as cnn
 from counterpoint.choose.known import Knowledge, Timed, problem_key
 from counterpoint.choose.taken import Pick, Taken
+from counterpoint.group.workspace import workspace_of
 from counterpoint.measure.stats import HEAD, PlanStats
 from counterpoint.ops import call
-from counterpoint.runtime.workspace import workspace_of
 
 CPU = torch.device("cpu")
 OP, NAME = "all_gather_matmul", "all_gather_matmul M8 N6 K4 float32 on 2 ranks"

@@ -13,10 +13,10 @@ from embedding_cases import OP, problem_of
 import counterpoint as cp
 from benchmarks.embedding import MLPERF_POOLING, shards
 from benchmarks.rows import RESULTS
+from counterpoint.embedding.plan_seconds import START_S, seconds
 from counterpoint.machine import LinkSpec
 from counterpoint.machine_of import shipped
 from counterpoint.model.estimate import predicted_s as one_rank_s
-from counterpoint.plan.embedding_seconds import START_S, seconds
 from counterpoint.problem import Problem
 
 MACHINE = shipped("NVIDIA H200", 4) or cp.preset("h200-4")

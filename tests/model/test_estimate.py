@@ -18,13 +18,13 @@ from counterpoint.model.estimate import estimate, predicted_s
 from counterpoint.model.slowest_rank import slowest_rank
 from counterpoint.model.work import work_s
 from counterpoint.plan import bind as binding
-from counterpoint.plan import finer
 from counterpoint.plan.bind import bind
 from counterpoint.plan.families import build
 from counterpoint.plan.operation import operation_of
 from counterpoint.plan.steps import Plan
 from counterpoint.presets import preset
 from counterpoint.problem import Problem
+from counterpoint.schedules import finer
 from counterpoint.timeline import Span, Timeline
 
 FORWARD = (AG, RS)

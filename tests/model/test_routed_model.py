@@ -11,11 +11,11 @@ from on_ranks import on_ranks
 
 import counterpoint as cp
 from counterpoint.errors import InputError
+from counterpoint.experts.routes.lists import blocks_in
 from counterpoint.machine import LinkSpec, Machine
-from counterpoint.plan.expected_rows import once, reaches, share
 from counterpoint.plan.operation import operation_of
 from counterpoint.presets import preset
-from counterpoint.runtime.routes import blocks_in
+from counterpoint.schedules.expected_rows import once, reaches, share
 
 OPS = DISPATCH, COMBINE = "all_to_all_matmul", "matmul_all_to_all"
 NIC = LinkSpec(name="NIC", bytes_per_s=45e9, latency_s=5e-6)

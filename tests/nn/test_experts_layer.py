@@ -20,7 +20,7 @@ from torch import Tensor
 import counterpoint as cp
 import counterpoint.nn as cnn
 import counterpoint.nn.expert_ways as expert_ways
-from counterpoint.ops import expert_layer
+from counterpoint.experts import layer as expert_layer
 
 FEATURES, HIDDEN, EXPERTS, TOP_K, TOKENS, STEPS = 10, 6, 12, 3, 7, 3
 

@@ -19,10 +19,10 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import counterpoint as cp
+from counterpoint.experts import layer as expert_layer
+from counterpoint.group.workspace import workspace_of
 from counterpoint.nn import expert_ways
-from counterpoint.ops import expert_layer
-from counterpoint.runtime import activated
-from counterpoint.runtime.workspace import workspace_of
+from counterpoint.run import activated
 
 FEATURES, HIDDEN, LOCAL, TOP, DTYPE = 16, 8, 3, 2, torch.bfloat16
 

@@ -22,8 +22,8 @@ from torch import Tensor
 
 import counterpoint as cp
 import counterpoint.nn as cnn
-from counterpoint.ops import exchange_routes, room_for_rows
-from counterpoint.runtime.workspace import workspace_of
+from counterpoint.experts.routes import exchange_routes, room_for_rows
+from counterpoint.group.workspace import workspace_of
 
 FEATURES, HIDDEN, LOCAL, TOP = 16, 8, 3, 2
 DTYPE = torch.bfloat16

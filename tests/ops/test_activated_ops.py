@@ -18,7 +18,7 @@ from counterpoint.ops.activations import NAMES
 from counterpoint.plan.families import families
 from counterpoint.plan.operation import operation_of
 from counterpoint.problem import Problem
-from counterpoint.runtime.activated import FUNCTIONS
+from counterpoint.run.activated import FUNCTIONS
 
 K, N = 24, 12
 ROWS = {1: (5,), 2: (3, 3), 3: (4, 0, 3), 4: (2, 2, 2, 2)}

@@ -14,9 +14,9 @@ from rank_bodies import world
 from torch import Tensor
 
 import counterpoint as cp
+from counterpoint.attention import steps as attention
 from counterpoint.ops.samples import sample_of
 from counterpoint.problem import Problem
-from counterpoint.runtime import attention
 
 OP = "all_gather_attention"
 

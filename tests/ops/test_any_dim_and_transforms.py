@@ -12,8 +12,8 @@ from torch._library.utils import is_impure
 
 import counterpoint as cp
 from counterpoint.errors import UnsupportedError
+from counterpoint.group.workspace import workspaces_of
 from counterpoint.ops import plans
-from counterpoint.runtime.workspace import workspaces_of
 
 
 @pytest.mark.parametrize("rows", [None, [3, 1]])

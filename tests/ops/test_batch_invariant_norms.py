@@ -15,7 +15,7 @@ from torch import Tensor
 
 import counterpoint as cp
 from counterpoint import InputError, PlanError, Problem, build, choose, validate
-from counterpoint.ops.norms import Norm, by_torch
+from counterpoint.norms.norms import Norm, by_torch
 from counterpoint.plan.steps import Plan
 
 MOST, K, N, EPS = 8192, 24, 40, 1e-5

@@ -14,13 +14,13 @@ from rank_bodies import call as call_op
 
 import counterpoint as cp
 from counterpoint.errors import InputError, PlanError, UnsupportedError
+from counterpoint.group.ranks import gather_object
 from counterpoint.ops import call
 from counterpoint.plan.families import build
 from counterpoint.plan.serialize import to_json
 from counterpoint.plan.steps import Plan
 from counterpoint.problem import Problem
-from counterpoint.runtime import execute_cuda
-from counterpoint.runtime.ranks import gather_object
+from counterpoint.run import execute_cuda
 
 CPU = torch.device("cpu")
 GATHER = Case("all_gather_matmul", "shard_p2p", (6, 6), 5, 4, bias=True)

@@ -11,8 +11,8 @@ from routed_bodies import LOCAL, TOP, chosen, kept
 
 import counterpoint as cp
 import counterpoint.nn as cnn
-from counterpoint.runtime.capacity import drop_least
-from counterpoint.runtime.routes import NONE
+from counterpoint.experts.routes.capacity import drop_least
+from counterpoint.experts.routes.lists import NONE
 
 
 @pytest.mark.parametrize("room", [1, 9, 100])

@@ -11,10 +11,10 @@ from on_ranks import on_ranks
 from rank_bodies import world
 
 import counterpoint as cp
-from counterpoint.ops import pooled_outputs
-from counterpoint.ops.embedding_call import Ready, ready_for
+from counterpoint.embedding import pooled_outputs
+from counterpoint.embedding.call import Ready, ready_for
+from counterpoint.group.workspace import Workspace
 from counterpoint.problem import Problem
-from counterpoint.runtime.workspace import Workspace
 
 
 def ready_of(bags: Bags, p: Problem, plan: str, out: Any) -> Ready:

@@ -39,7 +39,7 @@ for op in {sorted(MODULES)}:
 
 
 @pytest.mark.drawn(1)
-@pytest.mark.parametrize("module", ["runtime.ranks", "ops.register", "nn.replicated", "device"])
+@pytest.mark.parametrize("module", ["group.ranks", "ops.register", "nn.replicated", "device"])
 def test_any_module_of_ours_may_be_what_imports_torch(module: str):
     python(f"import counterpoint.{module}, torch; torch.ops.counterpoint.add_norm.default")
 

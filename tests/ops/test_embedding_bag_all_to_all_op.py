@@ -19,10 +19,11 @@ from rankpool import RankPool
 from refusals import Refusal, wrongly_refused
 
 import counterpoint as cp
-from counterpoint.ops.embedding_call import Known, Ready, ready_for
+from counterpoint.embedding.call import Known, Ready, ready_for
+from counterpoint.group import library
+from counterpoint.group.workspace import Workspace, workspace_of
 from counterpoint.problem import Problem
-from counterpoint.runtime import launch, library
-from counterpoint.runtime.workspace import Workspace, workspace_of
+from counterpoint.run import launch
 
 DIMS = ((8, 3), (), (5, 16, 16), (1,))
 BATCH = (5, 9, 0, 3)
@@ -538,9 +539,9 @@ def host_calls(fn: Any) -> tuple[int, int]:
     Kernels are left out, and what launches one that is interpreted, and the executor of CPU ranks,
     which stands for a GPU's.
     """
-    beside = ("kernels/", "runtime/execute_cpu", "runtime/pads_cpu", "runtime/launch.py _arguments",
-              "runtime/library", "runtime/notice_board", "runtime/ranks")  # fmt: skip
-    notes = "runtime/notice_board.py note"
+    beside = ("kernels/", "run/execute_cpu", "group/pads_cpu", "run/launch.py _arguments",
+              "group/library", "group/notice_board", "group/ranks")  # fmt: skip
+    notes = "group/notice_board.py note"
     found = [c.split()[0] for c in own_calls(fn) if c == notes or not c.startswith(beside)]
     return len(found), len(set(found))
 

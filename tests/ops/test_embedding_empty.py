@@ -12,7 +12,7 @@ from on_ranks import on_ranks
 
 import counterpoint as cp
 import counterpoint.nn as cnn
-from counterpoint.ops.embedding_gradients import bounds_of, entries_of, scales_of
+from counterpoint.embedding.gradients import bounds_of, entries_of, scales_of
 
 INT = torch.int64
 

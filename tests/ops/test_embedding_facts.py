@@ -15,18 +15,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import counterpoint as cp
 from counterpoint.choose.known import Knowledge
-from counterpoint.ops import (
-    agreement,
-    auto,
-    embedding_call,
-    embedding_exchange,
-    embedding_facts,
-    plans,
-)
-from counterpoint.ops import embedding_bag_all_to_all as operator
-from counterpoint.ops.embedding_check import check_bags
-from counterpoint.runtime.embedding_layout import MAX_INDICES
-from counterpoint.runtime.islands import islands_of
+from counterpoint.embedding import call as embedding_call
+from counterpoint.embedding import embedding_bag_all_to_all as operator
+from counterpoint.embedding import exchange as embedding_exchange
+from counterpoint.embedding import facts as embedding_facts
+from counterpoint.embedding.check import check_bags
+from counterpoint.embedding.layout import MAX_INDICES
+from counterpoint.group.islands import islands_of
+from counterpoint.ops import agreement, auto, plans
 
 TOLD: Any = embedding_facts._told  # pyright: ignore[reportPrivateUsage]
 SAID = {"op": OP, "mode": "sum", "bags": "4096", "batch": str((128,) * 32), "out": "False",

@@ -13,11 +13,11 @@ from torch import Tensor
 import counterpoint as cp
 import counterpoint.nn as cnn
 from counterpoint.choose.known import Knowledge
+from counterpoint.embedding import exchange as embedding_exchange
+from counterpoint.embedding.exchange import Sent, exchange, problem_from
+from counterpoint.group.workspace import workspace_of
 from counterpoint.machine_of import shipped
-from counterpoint.ops import embedding_exchange
-from counterpoint.ops.embedding_exchange import Sent, exchange, problem_from
 from counterpoint.problem import Problem
-from counterpoint.runtime.workspace import workspace_of
 
 DIMS = ((8, 3, 20, 1), (), (5, 16))
 BATCH = (5, 0, 3)

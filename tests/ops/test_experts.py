@@ -12,7 +12,7 @@ from rank_bodies import world
 from refusals import wrongly_refused
 
 import counterpoint as cp
-from counterpoint.ops import experts
+from counterpoint.experts import facts as experts
 
 K, N = 5, 7
 # groups of one, all in one, what the machine suggests; both ways to meet
@@ -62,7 +62,7 @@ def test_each_row_and_its_product(rank: int, ranks: int, local: int, plan: str) 
 @on_ranks(2)
 def test_nothing_is_kept_by_the_values_of_a_table(rank: int, ranks: int):
     """How many calls a workspace remembers after tables that are all different."""
-    from counterpoint.runtime.workspace import workspace_of
+    from counterpoint.group.workspace import workspace_of
 
     generator, good = torch.Generator().manual_seed(0), True
     for _ in range(20):

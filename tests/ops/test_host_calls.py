@@ -15,15 +15,18 @@ from own_calls import own_calls, too_many
 from rank_bodies import by_reference, world
 
 import counterpoint as cp
-from counterpoint.ops import expert_launches, fused_experts, fused_sum, matmul_all_to_all
+from counterpoint.experts import matmul_all_to_all
+from counterpoint.experts.fused import launch as fused_experts
+from counterpoint.experts.fused import memory as expert_launches
+from counterpoint.group.workspace import Places, Workspace, workspace_of
 from counterpoint.plan.bind import Program
-from counterpoint.runtime import lanes_cuda, launch
-from counterpoint.runtime.execute_cuda import CudaCode
-from counterpoint.runtime.fused import fused_memory
-from counterpoint.runtime.lanes_cuda import CudaLanes
-from counterpoint.runtime.launch import Site
-from counterpoint.runtime.replay import Replays
-from counterpoint.runtime.workspace import Places, Workspace, workspace_of
+from counterpoint.run import lanes_cuda, launch
+from counterpoint.run.execute_cuda import CudaCode
+from counterpoint.run.fused import fused_memory
+from counterpoint.run.lanes_cuda import CudaLanes
+from counterpoint.run.launch import Site
+from counterpoint.run.replay import Replays
+from counterpoint.tensor_parallel import launch_fused_sum
 
 RAW = "None"  # the handle of the only stream
 
@@ -101,11 +104,11 @@ def test_a_warm_call_runs_few_functions_of_ours(
     run, problems = getattr(cp, op), list[str]()
     group = world() if own else None
     with by_reference(), pytest.MonkeyPatch.context() as patch:
-        kernel, graphs = Kernel(list(fused_sum.matmul_all_reduce_kernel.arg_names)), Graphs()
+        kernel, graphs = Kernel(list(launch_fused_sum.matmul_all_reduce_kernel.arg_names)), Graphs()
         run(x, w, plan=plan, group=group)
         run(x, w, plan=plan, group=group)
         workspace = workspace_of(world(), torch.device("cpu"))
-        patch.setattr(fused_sum, "matmul_all_reduce_kernel", kernel)
+        patch.setattr(launch_fused_sum, "matmul_all_reduce_kernel", kernel)
         patch.setattr(launch, "resident_blocks", lambda *_: 100)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         for module in (lanes_cuda, launch):
@@ -117,14 +120,14 @@ def test_a_warm_call_runs_few_functions_of_ours(
                 words=SimpleNamespace(bases=None, half_bytes=0), state=None, fault=None
             )
             program = ready.code.program
-            ready.code = as_on_gpu(program, workspace, fused_sum.prepare, graphs)
+            ready.code = as_on_gpu(program, workspace, launch_fused_sum.prepare, graphs)
         done = kernel.launches + graphs.replayed
         found = own_calls(lambda: run(x, w, plan=plan, group=group))
         if kernel.launches + graphs.replayed != done + 1:
             problems.append("it was not one launch")
         if wrong := too_many(found):
             problems.append(wrong)
-        if not {"ops/call.py key_of", "runtime/execute_cuda.py run"} < {*found}:
+        if not {"ops/call.py key_of", "run/execute_cuda.py run"} < {*found}:
             problems.append(f"it was not the warm road: {found}")
     return problems
 

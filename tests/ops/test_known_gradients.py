@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import counterpoint as cp
 from counterpoint.nn import rowwise
 from counterpoint.ops import watched
-from counterpoint.ops.backward import gradients_of_scatter
+from counterpoint.tensor_parallel.backward import gradients_of_scatter
 
 OPS = ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"]
 NEEDS = [needs for needs in product((False, True), repeat=3) if any(needs)]  # x, w, bias

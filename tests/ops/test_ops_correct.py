@@ -12,11 +12,11 @@ from on_ranks import on_ranks
 from rank_bodies import Case, by_reference, wrong_cases
 
 from counterpoint.plan.families import build, families
-from counterpoint.plan.grading import compositions
 from counterpoint.plan.operation import operation_of
 from counterpoint.plan.serialize import to_json
 from counterpoint.plan.steps import Plan
 from counterpoint.problem import Problem
+from counterpoint.schedules.grading import compositions
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 LAYOUTS = ["plain", "transposed", "strided"]

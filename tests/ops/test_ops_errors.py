@@ -16,11 +16,11 @@ from refusals import Refusal, wrongly_refused
 
 import counterpoint as cp
 from counterpoint.errors import InputError, PlanError
+from counterpoint.group.ranks import timeout_of
+from counterpoint.group.workspace import workspaces_of
 from counterpoint.plan.families import build
 from counterpoint.plan.steps import Plan
 from counterpoint.problem import Problem
-from counterpoint.runtime.ranks import timeout_of
-from counterpoint.runtime.workspace import workspaces_of
 
 GATHER, SCATTER = SHARING = ("all_gather_matmul", "matmul_reduce_scatter")
 REDUCE = "matmul_all_reduce"

@@ -17,10 +17,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import counterpoint as cp
 from counterpoint import Problem, all_gather_matmul, build, matmul_reduce_scatter
+from counterpoint.group.workspace import workspace_of
 from counterpoint.operators import IMPLEMENTED, implementation
 from counterpoint.ops.declare import _where_it_belongs
 from counterpoint.ops.register import as_a_constant
-from counterpoint.runtime.workspace import workspace_of
 
 GATHER = Case("all_gather_matmul", "graded", (3, 3), 5, 4, bias=True)
 SCATTER = Case("matmul_reduce_scatter", "graded", (3, 3), 5, 4, bias=True)

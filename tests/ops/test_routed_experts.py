@@ -13,9 +13,10 @@ from routed_bodies import CHOICES, LOCAL, TOP, K, N, chosen, layer, weights_by_r
 from torch import Tensor
 
 import counterpoint as cp
+from counterpoint.experts import steps_counted
+from counterpoint.group import wire
+from counterpoint.group.workspace import Operands, Places
 from counterpoint.plan.bind import BoundStep, Box
-from counterpoint.runtime import counted, wire
-from counterpoint.runtime.workspace import Operands, Places
 
 
 @pytest.mark.shows("exchange_routes", "forward, backward", "fp32")
@@ -135,7 +136,7 @@ def test_a_plan_of_ones_own_is_for_tokens_of_any_number_of_experts(rank: int, ra
 def test_a_token_goes_to_another_rank_once(rank: int, ranks: int, name: str) -> list[str]:
     """Rows copied to each peer are the tokens that have experts there; and they come back."""
     local, sent, found = 4, dict[tuple[str, int], int](), list[str]()
-    boxes = counted.boxes
+    boxes = steps_counted.boxes
 
     def counting(bound: BoundStep, places: Places) -> Any:
         pairs_of = boxes(bound, places)
@@ -150,7 +151,7 @@ def test_a_token_goes_to_another_rank_once(rank: int, ranks: int, name: str) -> 
         return pairs
 
     with on_islands(rank, ranks), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(counted, "boxes", counting)
+        patch.setattr(steps_counted, "boxes", counting)
         tokens = 19 + 3 * rank
         experts = chosen(name, rank, ranks, tokens, local)
         weights = shards(rank, tokens, TOP).softmax(1)

@@ -16,9 +16,9 @@ from routed_bodies import CHOICES, LOCAL, TOP, K, N, chosen, wrong_layer
 from torch import Tensor
 
 import counterpoint as cp
-from counterpoint.ops import exchange_routes
-from counterpoint.runtime.fused import fused_memory
-from counterpoint.runtime.workspace import workspace_of
+from counterpoint.experts.routes import exchange_routes
+from counterpoint.group.workspace import workspace_of
+from counterpoint.run.fused import fused_memory
 
 
 @pytest.mark.drawn(3)

@@ -28,12 +28,12 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import counterpoint as cp
-from counterpoint.ops.norms import Norm, by_torch
+from counterpoint.norms.norms import Norm, by_torch
 from counterpoint.ops.samples import sample_of
 from counterpoint.plan.families import families
 from counterpoint.plan.operation import operation_of
 from counterpoint.problem import Problem
-from counterpoint.runtime import activated, scaled
+from counterpoint.run import activated, scaled
 
 # all of opcheck but "test_schema": torch compares no two fp8 tensors
 CHECKS = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")

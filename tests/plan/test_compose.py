@@ -8,19 +8,19 @@ import pytest
 from plan_simulator import simulate
 
 from counterpoint.errors import PlanError
-from counterpoint.plan import matmul_reduce_scatter
-from counterpoint.plan.all_gather_matmul_backward import scatter_problem
-from counterpoint.plan.all_gather_matmul_wgrad import wgrad
 from counterpoint.plan.compose import part
 from counterpoint.plan.families import build
-from counterpoint.plan.matmul_reduce_scatter_backward import gather_problem
 from counterpoint.plan.names import COMPUTE, COPY, OWN, SIGNAL
 from counterpoint.plan.operation import operation_of
-from counterpoint.plan.peers import Order
 from counterpoint.plan.serialize import to_json
 from counterpoint.plan.steps import Buffer, Lane, Plan, Region, Signal, Step
 from counterpoint.plan.validate import validate
 from counterpoint.problem import Problem
+from counterpoint.schedules.peers import Order
+from counterpoint.tensor_parallel import plan_matmul_reduce_scatter
+from counterpoint.tensor_parallel.plan_all_gather_matmul_backward import scatter_problem
+from counterpoint.tensor_parallel.plan_all_gather_matmul_wgrad import wgrad
+from counterpoint.tensor_parallel.plan_matmul_reduce_scatter_backward import gather_problem
 
 BACKWARD = Problem("matmul_reduce_scatter_backward", 6, 5, 4, 3)
 LANES = (COMPUTE, SIGNAL, COPY)
@@ -101,7 +101,7 @@ def test_the_barrier_of_the_second_opens_where_the_first_has_none():
     operands = operation_of(scatter.op).operands(scatter)
     full = Buffer("full", (6, 5), "bfloat16", "scratch", split=True)
     serial = Plan(scatter, "dw", "", "ring", (*operands, full), LANES, (dw[0], dw[2]))
-    graded = matmul_reduce_scatter.graded(scatter_problem(scatter), (3,), "ring")
+    graded = plan_matmul_reduce_scatter.graded(scatter_problem(scatter), (3,), "ring")
     dx = part(graded, scatter, buffers=NAMES)
     for plan in (serial >> dx, serial | dx, dx >> serial, dx | serial):
         validate(plan)

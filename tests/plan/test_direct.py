@@ -9,12 +9,12 @@ from counterpoint.choose.by_model import by_model
 from counterpoint.errors import InputError, PlanError
 from counterpoint.machine_of import shipped
 from counterpoint.model.estimate import predicted_s
-from counterpoint.plan import fused_sum
-from counterpoint.plan.direct import MAX_BYTES
 from counterpoint.plan.families import build
 from counterpoint.plan.validate import validate
 from counterpoint.presets import preset
 from counterpoint.problem import Problem
+from counterpoint.schedules.direct import MAX_BYTES
+from counterpoint.tensor_parallel import plan_fused_sum
 
 CASES = [(AG, "direct"), (RS, "direct"), (AR, "direct"), (RS, "fused"), (AR, "fused")]
 
@@ -50,7 +50,7 @@ def test_it_costs_what_the_constants_say():
         if spec == "fused":
             # a matmul of our own: 128 tiles of 64 columns, one on an SM, which takes in 64 of w's
             # and 64 rows of x; its start is that of both
-            ours_s += (64 + 64) * 1024 * 2 / (fused_sum.INTAKE * costs.hbm_bytes_per_s / sms)
+            ours_s += (64 + 64) * 1024 * 2 / (plan_fused_sum.INTAKE * costs.hbm_bytes_per_s / sms)
             assert ours == pytest.approx(ours_s, rel=0.02)
         else:
             library_s = costs.collective_s("all_gather" if op == AG else "reduce_scatter", received)
@@ -67,7 +67,7 @@ def test_tiles_that_do_not_run_at_once_make_a_fused_kernel_slow(op: str):
     times: dict[int, list[float]] = {}
     for n in (132 * 32, 5120, 8192, 16384):
         problem = Problem(op, 64, n, 3200, 4)
-        few = fused_sum.is_few(problem, machine, scatters=op == RS)
+        few = plan_fused_sum.is_few(problem, machine, scatters=op == RS)
         assert few == (n not in (5120, 16384))
         times[n] = [predicted_s(build(problem, spec), machine) for spec in ("direct", "fused")]
     assert times[5120][1] > 1.4 * times[5120][0]

@@ -12,13 +12,13 @@ from counterpoint.errors import InputError, PlanError
 from counterpoint.model.estimate import predicted_s
 from counterpoint.plan.bind import bind
 from counterpoint.plan.families import build, parse
-from counterpoint.plan.grading import expert_groups
-from counterpoint.plan.makespan import combine_s, dispatch_s
 from counterpoint.plan.operation import operation_of
 from counterpoint.plan.steps import Plan, Region
 from counterpoint.plan.validate import validate
 from counterpoint.presets import preset
 from counterpoint.problem import Problem
+from counterpoint.schedules.grading import expert_groups
+from counterpoint.schedules.makespan import combine_s, dispatch_s
 
 MAKESPANS = {DISPATCH: dispatch_s, COMBINE: combine_s}
 

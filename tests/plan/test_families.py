@@ -30,12 +30,12 @@ from plan_simulator import simulate
 
 from counterpoint.errors import InputError
 from counterpoint.plan.families import build, families
-from counterpoint.plan.grading import compositions
 from counterpoint.plan.operation import operation_of
 from counterpoint.plan.steps import Plan
 from counterpoint.plan.validate import validate
 from counterpoint.presets import preset
 from counterpoint.problem import Problem
+from counterpoint.schedules.grading import compositions
 
 # rows of each rank (or of an expert), n, k: one, primes, one less than a tile, nothing at all
 SHAPES = {

@@ -3,11 +3,11 @@
 import pytest
 
 from counterpoint.plan.families import build
-from counterpoint.plan.grading import MAX_GROUPS, compositions, graded_groups
-from counterpoint.plan.makespan import gather_s, scatter_s
 from counterpoint.plan.steps import Region
 from counterpoint.presets import preset
 from counterpoint.problem import Problem
+from counterpoint.schedules.grading import MAX_GROUPS, compositions, graded_groups
+from counterpoint.schedules.makespan import gather_s, scatter_s
 
 H200 = preset("h200-8")
 PREDICT = {"all_gather_matmul": gather_s, "matmul_reduce_scatter": scatter_s}

@@ -9,9 +9,9 @@ from counterpoint import InputError, PlanError, Problem, build, choose, validate
 from counterpoint.choose.known import problem_key
 from counterpoint.plan.bind import bind
 from counterpoint.plan.families import families
-from counterpoint.plan.fused_sum import own_rows
-from counterpoint.plan.invariant import varies
 from counterpoint.plan.steps import Plan
+from counterpoint.schedules.invariant import varies
+from counterpoint.tensor_parallel.plan_fused_sum import own_rows
 
 OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 

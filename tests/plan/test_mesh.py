@@ -11,11 +11,11 @@ from plan_simulator import simulate
 import counterpoint as cp
 from counterpoint.errors import InputError
 from counterpoint.plan.families import build
-from counterpoint.plan.finer import NAMES
-from counterpoint.plan.mesh import lane_for_each_peer
 from counterpoint.plan.steps import Plan
 from counterpoint.plan.validate import validate
 from counterpoint.problem import Problem
+from counterpoint.schedules.finer import NAMES
+from counterpoint.schedules.mesh import lane_for_each_peer
 
 
 def peers_of(plan: Plan) -> dict[str, set[int]]:

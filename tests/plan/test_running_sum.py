@@ -13,11 +13,11 @@ from counterpoint.model.estimate import estimate, predicted_s
 from counterpoint.model.work import works
 from counterpoint.plan.bind import bind
 from counterpoint.plan.families import build
-from counterpoint.plan.finer import NAMES
-from counterpoint.plan.makespan import running_sum_s
 from counterpoint.plan.steps import Buffer, Region
 from counterpoint.plan.validate import validate
 from counterpoint.problem import Problem
+from counterpoint.schedules.finer import NAMES
+from counterpoint.schedules.makespan import running_sum_s
 
 LONG = (8192, 8192, 3584)  # its matmuls take longer than its copies
 

@@ -23,12 +23,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from counterpoint.errors import CounterpointError, InputError, UnsupportedError
+from counterpoint.gpu import device_limits, graph_nodes
+from counterpoint.gpu.footprint import Footprint, triton_footprint
+from counterpoint.gpu.limits import LIMITS
+from counterpoint.gpu.occupancy import Kernel, feasible, occupancy
 from counterpoint.resources.shape import Nodes, Shape, refusal
 from counterpoint.resources.shape_triton import triton_launches
-from counterpoint.runtime import device_limits, graph_nodes
-from counterpoint.runtime.footprint import Footprint, triton_footprint
-from counterpoint.runtime.limits import LIMITS
-from counterpoint.runtime.occupancy import Kernel, feasible, occupancy
 
 SM90 = LIMITS["sm_90"]
 MOST = SM90.shared_bytes_per_block  # 227 KiB

@@ -3,10 +3,7 @@
 import pytest
 import torch
 
-from counterpoint.plan.bind import bind
-from counterpoint.plan.families import build
-from counterpoint.problem import Problem
-from counterpoint.runtime.attention import (
+from counterpoint.attention.steps import (
     CuDNN,
     Flash,
     Formula,
@@ -16,6 +13,9 @@ from counterpoint.runtime.attention import (
     merge_into,
     rows_at_a_time,
 )
+from counterpoint.plan.bind import bind
+from counterpoint.plan.families import build
+from counterpoint.problem import Problem
 
 OP = "all_gather_attention"
 

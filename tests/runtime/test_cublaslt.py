@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from counterpoint.errors import CounterpointError
-from counterpoint.runtime import cublaslt
+from counterpoint.gpu import cublaslt
 
 DTYPES = {number: dtype for dtype, number in cublaslt.TYPES.items()}
 

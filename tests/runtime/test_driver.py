@@ -9,8 +9,8 @@ from typing import Any, cast
 import pytest
 
 from counterpoint.errors import CounterpointError, InputError, UnsupportedError
-from counterpoint.runtime import driver
-from counterpoint.runtime.driver import Copy
+from counterpoint.gpu import driver
+from counterpoint.gpu.driver import Copy
 
 
 @pytest.fixture

@@ -12,10 +12,10 @@ from on_ranks import on_ranks
 from rank_bodies import world
 
 from counterpoint.errors import CounterpointError, InputError, UnsupportedError
-from counterpoint.runtime import far_lines, notice_board
-from counterpoint.runtime.far_lines import PERIOD_S, FarLines
-from counterpoint.runtime.notice_board import Awaited, NoticeBoard, digest_of
-from counterpoint.runtime.watchdog import Watchdog
+from counterpoint.group import far_lines, notice_board
+from counterpoint.group.far_lines import PERIOD_S, FarLines
+from counterpoint.group.notice_board import Awaited, NoticeBoard, digest_of
+from counterpoint.group.watchdog import Watchdog
 
 TOLD_S = 20  # of a test that fails
 HERE = Awaited("op", "come", "step")

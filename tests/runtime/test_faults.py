@@ -15,10 +15,11 @@ from rankpool import RankPool
 
 import counterpoint as cp
 from counterpoint.errors import PeerTimeoutError
+from counterpoint.group import notice_board
+from counterpoint.group.ranks import describe_process
+from counterpoint.group.workspace import workspace_of
 from counterpoint.plan.bind import BoundStep
-from counterpoint.runtime import execute_cpu, notice_board
-from counterpoint.runtime.ranks import describe_process
-from counterpoint.runtime.workspace import workspace_of
+from counterpoint.run import execute_cpu
 
 CPU = torch.device("cpu")
 TIMEOUT_S = 2.0

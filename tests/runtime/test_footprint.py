@@ -8,8 +8,8 @@ import torch
 from graph_stub import EVENT_RECORD, GRAPH, MEMSET, StubGraphs, installed
 
 from counterpoint.errors import CounterpointError, UnsupportedError
-from counterpoint.runtime import footprint
-from counterpoint.runtime.footprint import Footprint, gemm_tile, graph_footprints
+from counterpoint.gpu import footprint
+from counterpoint.gpu.footprint import Footprint, gemm_tile, graph_footprints
 
 
 @pytest.fixture

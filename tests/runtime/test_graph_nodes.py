@@ -17,7 +17,7 @@ from graph_stub import (
 )
 
 from counterpoint.errors import CounterpointError, InputError
-from counterpoint.runtime import graph_nodes
+from counterpoint.gpu import graph_nodes
 
 
 @pytest.fixture

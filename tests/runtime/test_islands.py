@@ -18,6 +18,9 @@ import counterpoint as cp
 from counterpoint.adapters.explain import Explained, _plans
 from counterpoint.choose.known import Knowledge, save_machine
 from counterpoint.errors import InputError, PeerTimeoutError, UnsupportedError
+from counterpoint.group.islands import group_of_island, islands_of
+from counterpoint.group.ranks import gather_object
+from counterpoint.group.workspace import workspace_of
 from counterpoint.machine import LinkSpec
 from counterpoint.ops.auto import choose_spec
 from counterpoint.ops.call import prepare
@@ -26,9 +29,6 @@ from counterpoint.ops.samples import operands, operator_of
 from counterpoint.plan.operation import operation_of
 from counterpoint.presets import preset
 from counterpoint.problem import Problem
-from counterpoint.runtime.islands import group_of_island, islands_of
-from counterpoint.runtime.ranks import gather_object
-from counterpoint.runtime.workspace import workspace_of
 
 
 def test_islands_are_neighbours_of_one_name():

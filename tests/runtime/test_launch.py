@@ -16,9 +16,10 @@ from triton.runtime.errors import OutOfResources, PTXASError
 
 from counterpoint.choose.known import Knowledge
 from counterpoint.errors import PlanError, UnsupportedError
-from counterpoint.kernels.matmul_all_reduce import matmul_all_reduce_kernel
+from counterpoint.gpu import device_limits
+from counterpoint.gpu.limits import LIMITS
 from counterpoint.machine import CAPABILITIES, kernels_refused
-from counterpoint.ops import auto, fused_sum
+from counterpoint.ops import auto
 from counterpoint.ops.auto import choose_spec
 from counterpoint.plan.bind import bind
 from counterpoint.plan.families import build
@@ -27,10 +28,11 @@ from counterpoint.plan.operation import operation_of
 from counterpoint.plan.steps import Plan
 from counterpoint.presets import PRESETS, preset
 from counterpoint.problem import Problem
-from counterpoint.runtime import device_limits, launch
-from counterpoint.runtime.execute import compile_plan
-from counterpoint.runtime.launch import RESERVED_SMS, Grid, Launch, Site
-from counterpoint.runtime.limits import LIMITS
+from counterpoint.run import launch
+from counterpoint.run.execute import compile_plan
+from counterpoint.run.launch import RESERVED_SMS, Grid, Launch, Site
+from counterpoint.tensor_parallel import launch_fused_sum
+from counterpoint.tensor_parallel.kernel_matmul_all_reduce import matmul_all_reduce_kernel
 
 GPU = torch.device("cuda", 0)
 SUM = Problem("matmul_all_reduce", 4, 64, 64, 2)
@@ -321,8 +323,8 @@ def test_a_fused_sum_passes_all_arguments_and_compiles_for_both_layouts_of_w(
     gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ):
     kernel = Kernel(*cast(Any, matmul_all_reduce_kernel).arg_names)
-    monkeypatch.setattr(fused_sum, "matmul_all_reduce_kernel", kernel)
-    action = fused_sum.prepare(site_of())
+    monkeypatch.setattr(launch_fused_sum, "matmul_all_reduce_kernel", kernel)
+    action = launch_fused_sum.prepare(site_of())
     named = [dict(zip(kernel.arg_names, each, strict=True)) for each, _ in kernel.warmed]
     assert [(each["stride_wk"], each["stride_wn"]) for each in named] == [(64, 1), (1, 64)]
     assert named[0]["x_ptr"] == named[0]["w_ptr"] == torch.bfloat16
@@ -353,13 +355,13 @@ def test_a_fused_sum_is_compiled_for_w_as_the_first_call_has_it(
     gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ):
     kernel = Kernel(*cast(Any, matmul_all_reduce_kernel).arg_names)
-    monkeypatch.setattr(fused_sum, "matmul_all_reduce_kernel", kernel)
+    monkeypatch.setattr(launch_fused_sum, "matmul_all_reduce_kernel", kernel)
     x, y = torch.zeros(4, 64), torch.zeros(4, 64)
     rows, columns = torch.zeros(64, 64), torch.zeros(64, 64).t()
     odd = torch.zeros(64 * 64 + 1)[1:].view(64, 64)
     for first, later in ((columns, rows), (odd, columns)):
         del kernel.warmed[:], kernel.launched[:]
-        action = fused_sum.prepare(site_of()._replace(like={"x": x, "w": first, "y": y}))
+        action = launch_fused_sum.prepare(site_of()._replace(like={"x": x, "w": first, "y": y}))
         for w, known in ((first, 1), (later, 2), (first, 2)):
             action({"x": x, "w": w, "y": y})
             assert len(kernel.warmed) == known, "compiled too often, or for another w"

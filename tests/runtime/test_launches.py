@@ -18,15 +18,17 @@ from on_ranks import on_ranks
 from routed_bodies import CHOICES, LOCAL, TOP, chosen, layer
 
 import counterpoint as cp
+from counterpoint.experts import steps_routed
+from counterpoint.experts.fused.launch_sums import sum_by_kernel
+from counterpoint.gpu import copy_engine, driver
+from counterpoint.gpu.driver import Copy
+from counterpoint.group.workspace import Operands, Places, Workspace, workspace_of
 from counterpoint.plan.bind import Program, bind
 from counterpoint.plan.families import build
 from counterpoint.plan.launches import batches, runs
 from counterpoint.problem import Problem
-from counterpoint.runtime import compute, copy_engine, driver, execute_cpu, routed
-from counterpoint.runtime.driver import Copy
-from counterpoint.runtime.execute import compile_plan
-from counterpoint.runtime.token_sums import sum_by_kernel
-from counterpoint.runtime.workspace import Operands, Places, Workspace, workspace_of
+from counterpoint.run import compute, execute_cpu
+from counterpoint.run.execute import compile_plan
 
 EXPERTS = ("all_to_all_matmul", "matmul_all_to_all")
 K, N = 5, 7
@@ -125,7 +127,7 @@ def test_routes_as_launched(rank: int, ranks: int, size: int, plan: str):
         warnings.simplefilter("ignore", DeprecationWarning)  # Triton's interpreter warns
         patch.setattr(driver, "copies_async", by_hand)
         patch.setattr(execute_cpu, "CpuCode", AsLaunched)
-        patch.setattr(routed, "sum_rows", sum_by_kernel)
+        patch.setattr(steps_routed, "sum_rows", sum_by_kernel)
         got = layers()
     assert copied and all(map(torch.equal, got, want))
 

@@ -17,9 +17,9 @@ from rankpool import RankPool
 
 import counterpoint as cp
 from counterpoint.errors import CounterpointError, InputError, PeerTimeoutError, UnsupportedError
-from counterpoint.runtime import notice_board
-from counterpoint.runtime.notice_board import NoticeBoard
-from counterpoint.runtime.workspace import Workspace, workspaces
+from counterpoint.group import notice_board
+from counterpoint.group.notice_board import NoticeBoard
+from counterpoint.group.workspace import Workspace, workspaces
 
 E = torch.eye(2)
 

@@ -8,8 +8,8 @@ import pytest
 
 import counterpoint
 from counterpoint.errors import CounterpointError, InputError, PeerTimeoutError
-from counterpoint.runtime import messages
-from counterpoint.runtime.messages import decode, encode
+from counterpoint.group import messages
+from counterpoint.group.messages import decode, encode
 
 VALUES: list[Any] = [
     None, True, 0, -(2**62), 1.5, float("inf"), 'a ["tuple"] of text', b"", b"\0\1", [], [1, [2]],
@@ -63,5 +63,5 @@ def test_pickles_come_only_from_processes_that_this_one_started():
     home = Path(counterpoint.__file__).parent
     users = {str(path.relative_to(home)) for path in home.rglob("*.py")
              if "pickle.load" in path.read_text()}  # fmt: skip
-    assert users <= {"runtime/ranks.py"}
+    assert users <= {"group/ranks.py"}
     assert issubclass(PeerTimeoutError, CounterpointError)

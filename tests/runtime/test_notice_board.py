@@ -18,10 +18,10 @@ from rank_bodies import by_reference, world
 
 import counterpoint as cp
 from counterpoint.errors import CounterpointError, InputError, PeerTimeoutError
+from counterpoint.group import notice_board
+from counterpoint.group.notice_board import RING, Awaited, HeldUp, NoticeBoard, Refused
+from counterpoint.group.workspace import workspace_of
 from counterpoint.nn.replicated import copy_to_group
-from counterpoint.runtime import notice_board
-from counterpoint.runtime.notice_board import RING, Awaited, HeldUp, NoticeBoard, Refused
-from counterpoint.runtime.workspace import workspace_of
 
 CPU = torch.device("cpu")
 Call = Callable[[], object]

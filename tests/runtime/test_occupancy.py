@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 
 from counterpoint import presets
 from counterpoint.errors import InputError
-from counterpoint.machine import KIB
-from counterpoint.runtime.limits import LIMITS, SmLimits, limits_of
-from counterpoint.runtime.occupancy import (
+from counterpoint.gpu.limits import LIMITS, SmLimits, limits_of
+from counterpoint.gpu.occupancy import (
     Beside,
     Kernel,
     Occupancy,
@@ -21,6 +20,7 @@ from counterpoint.runtime.occupancy import (
     occupancy,
     window,
 )
+from counterpoint.machine import KIB
 
 SM80, SM86, SM90, GFX942 = (LIMITS[arch] for arch in ("sm_80", "sm_86", "sm_90", "gfx942"))
 GEMM = Kernel(128, 64, 0, 16384)  # Triton 3.6, 64x64x32, two stages, as compiled for sm_90

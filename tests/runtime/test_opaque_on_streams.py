@@ -13,9 +13,9 @@ from counterpoint.plan.bind import bind
 from counterpoint.plan.steps import Plan
 from counterpoint.resources.controls import SEQUENTIAL, Controls
 from counterpoint.resources.rewrites import Touch, plan_of, rewritten
-from counterpoint.runtime import execute_cuda, lanes_cuda
-from counterpoint.runtime.execute_cuda import CudaCode
-from counterpoint.runtime.lanes_cuda import CudaLanes
+from counterpoint.run import execute_cuda, lanes_cuda
+from counterpoint.run.execute_cuda import CudaCode
+from counterpoint.run.lanes_cuda import CudaLanes
 
 A, B, C, D, X = (0, 4), (10, 20), (20, 30), (50, 60), (60, 70)
 STAGES = [

@@ -15,7 +15,7 @@ from processes import python, python_of
 
 import counterpoint as cp
 from counterpoint.errors import CounterpointError, InputError, PeerTimeoutError
-from counterpoint.runtime.ranks import describe_process, group_of, spawn
+from counterpoint.group.ranks import describe_process, group_of, spawn
 
 
 def gather_ranks(rank: int, num_ranks: int, offset: int) -> tuple[torch.Tensor, int]:

@@ -7,12 +7,12 @@ import pytest
 import torch
 from routed_bodies import chosen
 
+from counterpoint.experts.routes.lists import LISTS, Blocks
+from counterpoint.experts.steps_routed import boxes
 from counterpoint.plan.bind import bind
 from counterpoint.plan.families import build
 from counterpoint.plan.steps import ROUTES
 from counterpoint.problem import Problem
-from counterpoint.runtime.routed import boxes
-from counterpoint.runtime.routes import LISTS, Blocks
 
 LOCAL = 4
 

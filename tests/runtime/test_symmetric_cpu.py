@@ -12,9 +12,9 @@ from rankpool import RankPool
 from torch import Tensor
 
 from counterpoint.errors import InputError, UnsupportedError
-from counterpoint.runtime import symmetric_cpu
-from counterpoint.runtime.ranks import gather_object
-from counterpoint.runtime.symmetric import SymmetricMemory, allocate
+from counterpoint.group import symmetric_cpu
+from counterpoint.group.ranks import gather_object
+from counterpoint.group.symmetric import SymmetricMemory, allocate
 
 NUM_BYTES = 4099  # one page and a bit, prime
 

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from on_ranks import on_ranks
 
-from counterpoint.runtime import wire
-from counterpoint.runtime.workspace import Workspace, forget
+from counterpoint.group import wire
+from counterpoint.group.workspace import Workspace, forget
 
 
 class Gloo:

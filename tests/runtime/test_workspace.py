@@ -13,18 +13,10 @@ from on_ranks import on_ranks
 from rank_bodies import Case, call, operands, world, wrong
 
 from counterpoint.errors import InputError, UnsupportedError
-from counterpoint.plan.families import build
-from counterpoint.plan.steps import Signal
-from counterpoint.problem import Problem
-from counterpoint.resources import transport
-from counterpoint.resources.stages import Collective
-from counterpoint.runtime import driver
-from counterpoint.runtime import tables as tables_module
-from counterpoint.runtime import workspace as module
-from counterpoint.runtime.groups import release
-from counterpoint.runtime.lanes_cuda import CudaLanes
-from counterpoint.runtime.tables import Tables
-from counterpoint.runtime.workspace import (
+from counterpoint.gpu import driver
+from counterpoint.group import workspace as module
+from counterpoint.group.groups import release
+from counterpoint.group.workspace import (
     ALIGN_BYTES,
     GRANULE_BYTES,
     NUM_SLOTS,
@@ -32,6 +24,14 @@ from counterpoint.runtime.workspace import (
     Workspace,
     workspace_of,
 )
+from counterpoint.plan.families import build
+from counterpoint.plan.steps import Signal
+from counterpoint.problem import Problem
+from counterpoint.resources import transport
+from counterpoint.resources.stages import Collective
+from counterpoint.run import tables as tables_module
+from counterpoint.run.lanes_cuda import CudaLanes
+from counterpoint.run.tables import Tables
 
 CPU = torch.device("cpu")
 

@@ -45,11 +45,11 @@ from counterpoint.adapters.operands import (
 from counterpoint.adapters.rewriter import Rewriter
 from counterpoint.choose.by_model import by_model
 from counterpoint.choose.known import released
+from counterpoint.gpu.device_limits import refused_on
 from counterpoint.machine import Machine
-from counterpoint.ops import all_gather_matmul
 from counterpoint.problem import GATED, Problem
-from counterpoint.runtime.activated import FUNCTIONS
-from counterpoint.runtime.device_limits import refused_on
+from counterpoint.run.activated import FUNCTIONS
+from counterpoint.tensor_parallel import all_gather_matmul
 
 aten: Any = torch.ops.aten
 ops: Any = torch.ops.counterpoint

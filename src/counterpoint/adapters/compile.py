@@ -23,8 +23,8 @@ from counterpoint.adapters.depends_on import facts, uuids_of
 from counterpoint.adapters.explain import Report
 from counterpoint.adapters.retold import Retold, collect
 from counterpoint.errors import CounterpointWarning, InputError, UnsupportedError
+from counterpoint.group.ranks import group_of
 from counterpoint.log import with_rank
-from counterpoint.runtime.ranks import group_of
 
 try:
     from torch._inductor import config as inductor

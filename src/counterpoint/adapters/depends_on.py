@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 import counterpoint
-from counterpoint.runtime.ranks import ranks_of_groups
-from counterpoint.runtime.workspace import workspaces
+from counterpoint.group.ranks import ranks_of_groups
+from counterpoint.group.workspace import workspaces
 
 
 def facts() -> tuple[object, ...] | None:

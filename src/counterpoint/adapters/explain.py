@@ -12,10 +12,10 @@ from torch._inductor import config as inductor
 
 from counterpoint.adapters.find import Collective
 from counterpoint.errors import InputError
+from counterpoint.group.workspace import Workspace, workspaces
 from counterpoint.ops.auto import not_weighed
-from counterpoint.plan.invariant import WORD
 from counterpoint.problem import Problem
-from counterpoint.runtime.workspace import Workspace, workspaces
+from counterpoint.schedules.invariant import WORD
 
 SEAM = "joint_custom_pre_pass"
 # torch's expressions for the module behind a forward that a framework has put another one around:

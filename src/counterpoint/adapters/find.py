@@ -34,9 +34,9 @@ from counterpoint.adapters.axes import (
     why,
 )
 from counterpoint.adapters.equal import equal_on_ranks, is_replicated
+from counterpoint.group.workspace import workspaces_of
 from counterpoint.ops.call import Operator
 from counterpoint.problem import Problem
-from counterpoint.runtime.workspace import workspaces_of
 
 aten: Any = torch.ops.aten
 c10d: Any = torch.ops._c10d_functional

@@ -38,7 +38,7 @@ from counterpoint.adapters.operands import (
     where_of,
 )
 from counterpoint.adapters.rewriter import Rewriter
-from counterpoint.ops import all_gather_matmul, backward
+from counterpoint.tensor_parallel import all_gather_matmul, backward
 
 aten: Any = torch.ops.aten
 c10d: Any = torch.ops._c10d_functional

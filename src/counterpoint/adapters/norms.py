@@ -19,8 +19,8 @@ from counterpoint.adapters.find import Collective
 from counterpoint.adapters.forms import NUMBER, Form, Match, matches
 from counterpoint.adapters.operands import PLAN
 from counterpoint.adapters.rewriter import Rewriter
-from counterpoint.ops import all_reduce_norm
-from counterpoint.ops.norms import Kind, Norm
+from counterpoint.norms import all_reduce_norm
+from counterpoint.norms.norms import Kind, Norm
 
 aten: Any = torch.ops.aten
 ops: Any = torch.ops.counterpoint

@@ -17,7 +17,7 @@ from counterpoint.adapters.operands import (
     where_of,
 )
 from counterpoint.adapters.rewriter import Rewriter
-from counterpoint.ops import backward, matmul_all_reduce, matmul_reduce_scatter
+from counterpoint.tensor_parallel import backward, matmul_all_reduce, matmul_reduce_scatter
 
 aten: Any = torch.ops.aten
 ops: Any = torch.ops.counterpoint

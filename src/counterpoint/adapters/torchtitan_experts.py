@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 import counterpoint.nn as cnn
 from counterpoint.adapters.experts import explain_experts, note
 from counterpoint.adapters.seams import taken
-from counterpoint.ops.expert_layer import Route
+from counterpoint.experts.layer import Route
 
 __all__ = ["Experts", "experts", "explain_experts"]
 TESTED = "0.3.0"

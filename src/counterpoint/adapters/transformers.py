@@ -24,10 +24,10 @@ import counterpoint.nn as cnn
 from counterpoint.adapters.experts import explain_experts, note
 from counterpoint.adapters.seams import taken
 from counterpoint.errors import UnsupportedError
+from counterpoint.experts.layer import Route
 from counterpoint.fsdp.overlap import overlap
 from counterpoint.fsdp.overlapped import Overlapped
 from counterpoint.fsdp.torch_parts import states_of
-from counterpoint.ops.expert_layer import Route
 
 __all__ = ["Overlap", "explain_experts"]
 TESTED = "5.24.0"

@@ -12,13 +12,13 @@ from counterpoint.choose.gains import MARGINS, MIN_GAIN_S
 from counterpoint.costs import NO_TILES, Costs, Tiles, own_matmul
 from counterpoint.machine import Machine, kernels_refused
 from counterpoint.model.estimate import predicted_s
-from counterpoint.plan import finer
-from counterpoint.plan.expected_rows import once
 from counterpoint.plan.families import build, parse
-from counterpoint.plan.invariant import varies
 from counterpoint.plan.launches import has_kernels
 from counterpoint.plan.steps import Plan
 from counterpoint.problem import Problem
+from counterpoint.schedules import finer
+from counterpoint.schedules.expected_rows import once
+from counterpoint.schedules.invariant import varies
 
 MAX_SIMULATED = 5  # besides serial
 # of plans as close as that, the finest, of most steps that wait: a late copy holds up less then

@@ -3,8 +3,8 @@
 from typing import NamedTuple
 
 from counterpoint.choose.gains import MARGINS, MIN_GAIN_S
+from counterpoint.embedding.plan_slices import backward_s, slice_s
 from counterpoint.machine import Machine
-from counterpoint.plan.embedding_slices import backward_s, slice_s
 from counterpoint.problem import Problem
 
 COUNTS = (1, 2, 3, 4, 6, 8)

@@ -17,11 +17,11 @@ from counterpoint.cli.launch import gloo_group, nccl_group, too_few_gpus, torchr
 from counterpoint.cli.show import table
 from counterpoint.costs import Costs
 from counterpoint.errors import InputError
+from counterpoint.group.workspace import workspace_of
 from counterpoint.machine import Machine
 from counterpoint.measure import record
 from counterpoint.measure.characterize import characterize as measure
 from counterpoint.ops.place import place_of
-from counterpoint.runtime.workspace import workspace_of
 
 ROUNDS = {True: 7, False: 3}  # of a full and of a quick run
 

@@ -26,10 +26,10 @@ from torch import Tensor
 import counterpoint as cp
 from counterpoint.cli import checkout
 from counterpoint.cli.bars import LEGEND, bars
+from counterpoint.group.ranks import interrupts_held_back, spawn
 from counterpoint.measure.draw import draw_timeline
 from counterpoint.plan.operation import operation_of
 from counterpoint.problem import Problem
-from counterpoint.runtime.ranks import interrupts_held_back, spawn
 
 ROWS_PER_RANK = 128
 MOST_ERROR = 2.0  # of plain torch's own

@@ -80,7 +80,7 @@ def _environment() -> dict[str, Any]:
 
 
 def _gpu(index: int) -> dict[str, Any]:
-    from counterpoint.runtime import driver
+    from counterpoint.gpu import driver
 
     properties = torch.cuda.get_device_properties(index)
     try:
@@ -129,7 +129,7 @@ def _versions(environment: dict[str, Any]) -> dict[str, str | None]:
 
 def _symmetric_memory() -> str:
     """Why torch's symmetric memory is not to be had, or "yes" if it is."""
-    from counterpoint.runtime import symmetric_cuda
+    from counterpoint.group import symmetric_cuda
 
     try:
         symmetric_cuda.torch_symmetric_memory()

@@ -15,10 +15,10 @@ from rich.table import Table
 from counterpoint.cli.doctor import collect
 from counterpoint.cli.launch import under_torchrun
 from counterpoint.errors import InputError
-from counterpoint.runtime.islands import islands_of, name_of_mine
-from counterpoint.runtime.ranks import describe_process
-from counterpoint.runtime.store import gather_by_store
-from counterpoint.runtime.workspace import bound_of
+from counterpoint.group.islands import islands_of, name_of_mine
+from counterpoint.group.ranks import describe_process
+from counterpoint.group.store import gather_by_store
+from counterpoint.group.workspace import bound_of
 
 EXAMPLE = "torchrun --nproc-per-node=2 -m counterpoint doctor --group"
 

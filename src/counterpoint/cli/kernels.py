@@ -15,8 +15,8 @@ from counterpoint.cli.doctor import no_gpu
 from counterpoint.cli.launch import under_torchrun
 from counterpoint.cli.problems import Shape, shape_of
 from counterpoint.errors import InputError
+from counterpoint.gpu.footprint import Footprint, gemm_tile
 from counterpoint.machine import KIB, MIB
-from counterpoint.runtime.footprint import Footprint, gemm_tile
 
 WITH_NCCL = "with NCCL's: torchrun --nproc-per-node=2 -m counterpoint doctor --kernels"
 
@@ -41,7 +41,7 @@ def kernels(*, shape: str, as_json: bool) -> int:
         want, fix = "an NVIDIA one", no_gpu(torch.version.cuda)
         raise InputError("doctor", "GPU of this machine", want=want, got="none", fix=fix)
     # needs Triton, and `counterpoint doctor` says whether that is there
-    from counterpoint.runtime.step_footprints import fitting_shape, step_footprints
+    from counterpoint.gpu.step_footprints import fitting_shape, step_footprints
 
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) if under_torchrun() else 0)
     torch.cuda.set_device(device)

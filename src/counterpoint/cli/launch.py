@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from counterpoint.errors import CounterpointError, InputError
-from counterpoint.runtime.workspace import release_all
+from counterpoint.group.workspace import release_all
 
 
 def under_torchrun() -> bool:

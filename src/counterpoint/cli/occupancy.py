@@ -16,10 +16,10 @@ from counterpoint.cli.problems import machine_at
 from counterpoint.cli.show import table
 from counterpoint.cli.usage import meant
 from counterpoint.errors import InputError
+from counterpoint.gpu import occupancy as sm
+from counterpoint.gpu.limits import SmLimits, limits_of
 from counterpoint.machine import KIB, DeviceSpec
 from counterpoint.presets import PRESETS
-from counterpoint.runtime import occupancy as sm
-from counterpoint.runtime.limits import SmLimits, limits_of
 
 DEVICES = {name: machine.device for name, machine in PRESETS.items()}
 # 4xH200, torch 2.11, 2026-11: as its NCCL launches them, at 2^26 elements

@@ -34,8 +34,8 @@ from counterpoint.machine import MIB, LinkSpec, Machine
 from counterpoint.model.estimate import estimate, predicted_s
 from counterpoint.operators import op_names
 from counterpoint.plan.families import build
-from counterpoint.plan.invariant import said
 from counterpoint.problem import Activation, DType, Norm, Problem
+from counterpoint.schedules.invariant import said
 from counterpoint.timeline import PICTURE_SUFFIXES
 
 AUTO = "auto"

@@ -17,6 +17,8 @@ from counterpoint.cli.launch import nccl_group, too_few_gpus, torchrun, under_to
 from counterpoint.cli.problems import problem_of
 from counterpoint.cli.show import candidates, progress, us
 from counterpoint.errors import InputError
+from counterpoint.group.ranks import spawn
+from counterpoint.group.workspace import workspace_of
 from counterpoint.measure import record
 from counterpoint.measure.tune import tune as measure
 from counterpoint.model.estimate import predicted_s, source
@@ -24,8 +26,6 @@ from counterpoint.ops.auto import known_tiles
 from counterpoint.ops.place import place_of
 from counterpoint.plan.families import build
 from counterpoint.problem import DType, Problem
-from counterpoint.runtime.ranks import spawn
-from counterpoint.runtime.workspace import workspace_of
 
 CPU_TIMEOUT_S = 600.0
 ON_CPU_RANKS = "counterpoint tune --op all_gather_matmul --shape 512,256,256 --ranks 2"

@@ -13,14 +13,14 @@ from torch import Tensor
 from counterpoint.cli.launch import nccl_group, too_few_gpus, torchrun, under_torchrun
 from counterpoint.cli.problems import numbers, op_of
 from counterpoint.cli.show import progress, table
-from counterpoint.ops.all_gather_matmul import all_gather_matmul
-from counterpoint.ops.all_reduce_norm import all_reduce_layer_norm, all_reduce_rms_norm
-from counterpoint.ops.matmul_all_reduce import matmul_all_reduce
-from counterpoint.ops.matmul_all_reduce_norm import (
+from counterpoint.norms.all_reduce_norm import all_reduce_layer_norm, all_reduce_rms_norm
+from counterpoint.norms.matmul_all_reduce_norm import (
     matmul_all_reduce_layer_norm,
     matmul_all_reduce_rms_norm,
 )
-from counterpoint.ops.matmul_reduce_scatter import matmul_reduce_scatter
+from counterpoint.tensor_parallel.all_gather_matmul import all_gather_matmul
+from counterpoint.tensor_parallel.matmul_all_reduce import matmul_all_reduce
+from counterpoint.tensor_parallel.matmul_reduce_scatter import matmul_reduce_scatter
 
 MATMULS: dict[str, Callable[..., Tensor]] = {
     "matmul_all_reduce": matmul_all_reduce,

@@ -7,7 +7,7 @@ import torch
 
 from counterpoint.fsdp import torch_parts
 from counterpoint.fsdp.torch_parts import Group
-from counterpoint.runtime.workspace import Workspace, workspace_of
+from counterpoint.group.workspace import Workspace, workspace_of
 
 
 def circles_of(groups: Sequence[Group]) -> list[Workspace]:

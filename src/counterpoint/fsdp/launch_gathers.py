@@ -16,8 +16,8 @@ from counterpoint.fsdp import torch_parts
 from counterpoint.fsdp.member import ALIGN, Member, Slot, part_of
 from counterpoint.fsdp.plan_shards import gather_plan, peers_in_order
 from counterpoint.fsdp.words import FILLED, FREE, SHARDS, SLOT, CpuWords, CudaWords, Signal
-from counterpoint.runtime.driver import Batch, Copy
-from counterpoint.runtime.workspace import Workspace
+from counterpoint.gpu.driver import Batch, Copy
+from counterpoint.group.workspace import Workspace
 
 
 class Gathers:

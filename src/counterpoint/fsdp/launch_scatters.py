@@ -19,8 +19,8 @@ from counterpoint.fsdp.kernel_sum import sum_kernel
 from counterpoint.fsdp.member import Member, aligned, part_of
 from counterpoint.fsdp.plan_shards import peers_in_order, scatter_plan
 from counterpoint.fsdp.words import FILLED, FREE, INBOX, CpuWords, CudaWords, Signal
-from counterpoint.runtime.driver import Batch, Copy
-from counterpoint.runtime.workspace import Workspace
+from counterpoint.gpu.driver import Batch, Copy
+from counterpoint.group.workspace import Workspace
 
 BLOCK = 4096  # elements of a program of the sum
 BITS = 32  # of a word of a mask

@@ -8,7 +8,7 @@ from counterpoint.fsdp.launch_gathers import Gathers, InTurn, Kept, shards_area,
 from counterpoint.fsdp.launch_scatters import Grads, Scatters
 from counterpoint.fsdp.member import Member
 from counterpoint.fsdp.words import INBOX, SHARDS, words_of
-from counterpoint.runtime.workspace import Workspace
+from counterpoint.group.workspace import Workspace
 
 
 class Shards:

@@ -9,8 +9,8 @@ from torch import Tensor
 from counterpoint.errors import InputError
 from counterpoint.fsdp import torch_parts
 from counterpoint.fsdp.torch_parts import Fact, Group, Pending
-from counterpoint.runtime.driver import Batch
-from counterpoint.runtime.symmetric_memory import SymmetricMemory
+from counterpoint.gpu.driver import Batch
+from counterpoint.group.symmetric_memory import SymmetricMemory
 
 ALIGN = 256  # bytes
 PUSHES = 16  # of a group whose parameters are pushed one by one, at most

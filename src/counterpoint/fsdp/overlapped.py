@@ -21,9 +21,9 @@ from counterpoint.fsdp.plan_shards import predicted
 from counterpoint.fsdp.predicted_step import PredictedStep, predicted_step, sizes_of
 from counterpoint.fsdp.torch_parts import Group
 from counterpoint.fsdp.trial import Trial, Verdict
+from counterpoint.group.workspace import Workspace, workspace_of
 from counterpoint.machine_of import MachineLike, machine_of
 from counterpoint.ops.auto import knowledge_of
-from counterpoint.runtime.workspace import Workspace, workspace_of
 
 Memory = Literal["auto", "kept", "ring"]
 

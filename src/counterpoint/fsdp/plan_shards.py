@@ -1,14 +1,15 @@
 """The plans of one parameter group: who copies what from whom in which order, and what it takes.
 
-The plans are those of plan/gather_shards.py and plan/scatter_shards.py, of the whole group: a row
+The plans are those of fsdp/plan_gather_shards.py and fsdp/plan_scatter_shards.py, of the whole group: a row
 of a rank stands for its rows of all parameters. launch_shards.py takes its order from them.
 """
 
 from typing import NamedTuple
 
+from counterpoint.fsdp import plan_gather_shards as gather_shards
+from counterpoint.fsdp import plan_scatter_shards as scatter_shards
 from counterpoint.machine import Machine
 from counterpoint.model.estimate import predicted_s
-from counterpoint.plan import gather_shards, scatter_shards
 from counterpoint.plan.bind import bind
 from counterpoint.plan.steps import Plan
 from counterpoint.problem import Problem

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from counterpoint.group.notice_board import Awaited, Late
+from counterpoint.group.pads_cpu import wrapped
+from counterpoint.group.workspace import Workspace
 from counterpoint.kernels.signal import signal_kernel
-from counterpoint.runtime import lanes_cuda
-from counterpoint.runtime.launch_cuda import MIN_LANES
-from counterpoint.runtime.notice_board import Awaited, Late
-from counterpoint.runtime.pads_cpu import wrapped
-from counterpoint.runtime.workspace import Workspace
+from counterpoint.run import lanes_cuda
+from counterpoint.run.launch_cuda import MIN_LANES
 
 OP = "overlap"
 # what a word says of memory that is filled and read in turn: the rank that posts it no longer reads

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from counterpoint.kernels.activation import activated
-from counterpoint.kernels.matmul_all_reduce import partial_tile, store_tile
+from counterpoint.tensor_parallel.kernel_matmul_all_reduce import partial_tile, store_tile
 
 
 @triton.jit(do_not_specialize=["M"])

@@ -16,6 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from counterpoint.errors import InputError, UnsupportedError
+from counterpoint.gpu.driver import Copy, copy_async
+from counterpoint.group.islands import group_of_island
+from counterpoint.group.symmetric import allocate
+from counterpoint.group.workspace import Places, workspace_of
 from counterpoint.machine import Machine
 from counterpoint.measure import record
 from counterpoint.measure.characterize_cpu import characterize_cpu
@@ -23,19 +27,15 @@ from counterpoint.measure.exchanges import Row, exchanges
 from counterpoint.measure.timing import captured, host_s, rotate
 from counterpoint.model.calibrate import fit
 from counterpoint.model.calibrate_cpu import nic_of
-from counterpoint.ops.all_gather_matmul import all_gather_matmul
 from counterpoint.ops.auto import matmul_tile
 from counterpoint.plan.bind import Arrival, bind
-from counterpoint.plan.direct import wants_ranks
 from counterpoint.plan.families import build
 from counterpoint.presets import preset_of
 from counterpoint.problem import Problem
-from counterpoint.runtime import compute, launch_collective, launch_cuda
-from counterpoint.runtime.driver import Copy, copy_async
-from counterpoint.runtime.fused import fused_memory
-from counterpoint.runtime.islands import group_of_island
-from counterpoint.runtime.symmetric import allocate
-from counterpoint.runtime.workspace import Places, workspace_of
+from counterpoint.run import compute, launch_collective, launch_cuda
+from counterpoint.run.fused import fused_memory
+from counterpoint.schedules.direct import wants_ranks
+from counterpoint.tensor_parallel.all_gather_matmul import all_gather_matmul
 
 MIB = 1 << 20
 MATMULS = ((4096, 4096), (2048, 8192), (6144, 5120), (10240, 8192))  # (n, k)

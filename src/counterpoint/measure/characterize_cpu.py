@@ -13,14 +13,14 @@ from threading import Thread
 import torch
 import torch.distributed as dist
 
+from counterpoint.group.notice_board import Awaited
+from counterpoint.group.pads_cpu import await_words, pads_of, wrapped
+from counterpoint.group.workspace import workspace_of
 from counterpoint.machine import DeviceSpec, LinkSpec, Machine
 from counterpoint.measure import record
 from counterpoint.measure.exchanges import MIB, Row, exchange, exchanges, slowest_s
 from counterpoint.model.calibrate_cpu import fit_cpu
 from counterpoint.plan.bind import Arrival
-from counterpoint.runtime.notice_board import Awaited
-from counterpoint.runtime.pads_cpu import await_words, pads_of, wrapped
-from counterpoint.runtime.workspace import workspace_of
 
 MATMULS = ((1024, 96, 1536), (384, 96, 1536), (768, 1536, 96), (256, 1536, 96))  # rows, n, k
 SIZES = (MIB // 2, 4 * MIB)

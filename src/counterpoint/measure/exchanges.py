@@ -9,10 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from counterpoint.runtime.library import library_of
-from counterpoint.runtime.notice_board import Awaited
-from counterpoint.runtime.wire import wire_of
-from counterpoint.runtime.workspace import Workspace
+from counterpoint.group.library import library_of
+from counterpoint.group.notice_board import Awaited
+from counterpoint.group.wire import wire_of
+from counterpoint.group.workspace import Workspace
 
 MIB = 1 << 20
 LEAST_S = 0.05  # more than a core gives one rank before another has its turn

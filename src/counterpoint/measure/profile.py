@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 
 from counterpoint.errors import InputError
+from counterpoint.group.ranks import gather_object
 from counterpoint.measure.trace import read_trace
 from counterpoint.ops.check import check_group
 from counterpoint.ranges import instance
-from counterpoint.runtime import execute_cpu
-from counterpoint.runtime.ranks import gather_object
+from counterpoint.run import execute_cpu
 from counterpoint.timeline import Span, Timeline
 
 T = TypeVar("T")

@@ -7,6 +7,10 @@ from dataclasses import replace
 import torch
 
 from counterpoint.errors import InputError, UnsupportedError
+from counterpoint.gpu.device_limits import limits_here
+from counterpoint.gpu.footprint import triton_footprint
+from counterpoint.gpu.occupancy import feasible
+from counterpoint.group.ranks import gather_object
 from counterpoint.measure.timing import Arm as Call
 from counterpoint.measure.timing import rotate
 from counterpoint.resources.controls import TRANSPORTS, Along, Controls, Mode, Transport
@@ -17,10 +21,6 @@ from counterpoint.resources.search import Space
 from counterpoint.resources.shape import refusal as unshapeable
 from counterpoint.resources.stages import Compute
 from counterpoint.resources.transport import refusal
-from counterpoint.runtime.device_limits import limits_here
-from counterpoint.runtime.footprint import triton_footprint
-from counterpoint.runtime.occupancy import feasible
-from counterpoint.runtime.ranks import gather_object
 
 
 def space_of(pipeline: Pipeline, mode: Mode) -> Space:

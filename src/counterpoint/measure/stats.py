@@ -4,8 +4,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from counterpoint.choose.taken import Source, Taken
+from counterpoint.group.workspace import Workspace, workspaces
 from counterpoint.model.estimate import predicted_s
-from counterpoint.runtime.workspace import Workspace, workspaces
 
 HEAD = ("problem", "plan", "source", "calls", "predicted us", "measured us")
 

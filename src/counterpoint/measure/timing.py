@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from counterpoint.errors import InputError
-from counterpoint.runtime.capture import no_collector
-from counterpoint.runtime.symmetric import allocate
+from counterpoint.gpu.capture import no_collector
+from counterpoint.group.symmetric import allocate
 
 Arm = Callable[[], object]
 Around = Callable[[str], AbstractContextManager[object]]

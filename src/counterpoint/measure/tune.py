@@ -15,6 +15,7 @@ from counterpoint.choose.by_model import by_model, parts_s
 from counterpoint.choose.choice import Candidate, Choice
 from counterpoint.choose.known import Knowledge, Timed, problem_key, save_tuned
 from counterpoint.errors import InputError
+from counterpoint.group.workspace import Workspace, workspace_of
 from counterpoint.machine import Machine
 from counterpoint.measure import record
 from counterpoint.measure.timing import captured, rotate
@@ -26,7 +27,6 @@ from counterpoint.plan.families import parse
 from counterpoint.presets import preset
 from counterpoint.problem import Problem
 from counterpoint.ranges import instance, misfit, plain, whole
-from counterpoint.runtime.workspace import Workspace, workspace_of
 
 MAX_TIMED = 12  # besides serial
 MIN_GAIN = 1.01  # over serial, below which serial stays

@@ -17,6 +17,8 @@ import torch.distributed as dist
 
 from counterpoint.choose.known import Place, load_controls, save_controls
 from counterpoint.errors import CounterpointError, InputError, UnsupportedError
+from counterpoint.gpu.footprint import triton_footprint
+from counterpoint.group.ranks import gather_object
 from counterpoint.measure.settings import Bench, space_of
 from counterpoint.ops.place import place_of
 from counterpoint.resources import search
@@ -26,8 +28,6 @@ from counterpoint.resources.run import Captured, Eager
 from counterpoint.resources.search import Arm, Found, Space
 from counterpoint.resources.stages import Compute
 from counterpoint.resources.transport import refusal
-from counterpoint.runtime.footprint import triton_footprint
-from counterpoint.runtime.ranks import gather_object
 
 BUDGET_S = 60.0
 

@@ -4,8 +4,8 @@ from itertools import chain
 
 from counterpoint.costs import NO_TILES, Tiles
 from counterpoint.machine import Machine
-from counterpoint.plan.peers import runs
 from counterpoint.plan.steps import Plan
+from counterpoint.schedules.peers import runs
 
 MAX_RANKS = 64  # that are simulated one beside the other, and compared
 

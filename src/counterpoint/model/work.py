@@ -3,19 +3,19 @@
 from collections import Counter
 from typing import NamedTuple
 
+from counterpoint.attention.plan_seconds import attention_s
 from counterpoint.costs import Collective, Tiles, own_matmul
 from counterpoint.errors import PlanError
 from counterpoint.machine import LinkSpec, Machine
 from counterpoint.plan.activated import one_kernel
-from counterpoint.plan.attention_seconds import attention_s
 from counterpoint.plan.bind import BoundStep, Box, Part, Program
-from counterpoint.plan.expected_rows import once, share
-from counterpoint.plan.islands import all_to_all_s
 from counterpoint.plan.launches import Run, batches, runs
-from counterpoint.plan.makespan import LOCAL_COPY, PIECE_S
 from counterpoint.plan.operation import operation_of
 from counterpoint.plan.steps import Plan
 from counterpoint.problem import ITEM_BYTES
+from counterpoint.schedules.expected_rows import once, share
+from counterpoint.schedules.islands import all_to_all_s
+from counterpoint.schedules.makespan import LOCAL_COPY, PIECE_S
 
 
 class Work(NamedTuple):

@@ -3,6 +3,7 @@
 from counterpoint.lazy import needing
 
 with needing("counterpoint.nn"):
+    from counterpoint.embedding.updates import SGD, RowWiseAdagrad
     from counterpoint.nn.embedding import ShardedEmbeddingBags
     from counterpoint.nn.experts import ExpertParallelMLP
     from counterpoint.nn.fully_sharded import FullyShardedLinear
@@ -14,7 +15,6 @@ with needing("counterpoint.nn"):
         to_fp8,
     )
     from counterpoint.nn.replicated import copy_to_group
-    from counterpoint.ops.embedding_updates import SGD, RowWiseAdagrad
 
 __all__ = [  # noqa: RUF022  (as sorted() has them)
     "ColumnParallelLinear",

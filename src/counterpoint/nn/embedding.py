@@ -10,18 +10,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from counterpoint.errors import InputError, UnsupportedError
-from counterpoint.nn.grouped import Grouped
-from counterpoint.ops.check import check_counts, check_dense, check_group, check_layer, check_plan
-from counterpoint.ops.embedding_bag_all_to_all import OP, called
-from counterpoint.ops.embedding_updates import (
+from counterpoint.embedding.embedding_bag_all_to_all import OP, called
+from counterpoint.embedding.pooled_outputs import PooledOutputs
+from counterpoint.embedding.updates import (
     SGD,
     FusedOptimizer,
     RowWiseAdagrad,
     Steps,
     Update,
 )
-from counterpoint.ops.pooled_outputs import PooledOutputs
+from counterpoint.errors import InputError, UnsupportedError
+from counterpoint.nn.grouped import Grouped
+from counterpoint.ops.check import check_counts, check_dense, check_group, check_layer, check_plan
 from counterpoint.plan.steps import Plan
 from counterpoint.ranges import MAX_COUNT, Range, misfit, plain
 

@@ -1,6 +1,6 @@
 """The ways that a call of a layer of experts can go, and which one it goes.
 
-As one call where nothing watches and the device alone knows the routes: see ops/expert_layer.py.
+As one call where nothing watches and the device alone knows the routes: see experts/layer.py.
 Else by the operators: by routes, or by rows of tokens that are sorted by expert, of which the
 ranks tell each other how many there are.
 """
@@ -14,22 +14,24 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from counterpoint.errors import InputError
-from counterpoint.ops import expert_calls, expert_layer, experts_check
+from counterpoint.experts import calls as expert_calls
+from counterpoint.experts import check as experts_check
+from counterpoint.experts import layer as expert_layer
+from counterpoint.experts.all_to_all_matmul import all_to_all_matmul
+from counterpoint.experts.facts import one_kernel
+from counterpoint.experts.fused.sums import sum_of_tokens
+from counterpoint.experts.layer import Route
+from counterpoint.experts.matmul_all_to_all import matmul_all_to_all
+from counterpoint.experts.routes.exchange_counts import exchange_counts
+from counterpoint.experts.routes.exchange_routes import exchange_routes, num_islands
+from counterpoint.experts.routes.lists import NONE
+from counterpoint.experts.routes.room_for_rows import OP, Layer, Room, room_for
+from counterpoint.experts.routes.router import choose_experts, order_by_expert
+from counterpoint.gpu.device_limits import refused_in
+from counterpoint.group.workspace import workspace_of
 from counterpoint.ops.activations import swiglu
-from counterpoint.ops.all_to_all_matmul import all_to_all_matmul
 from counterpoint.ops.check import autocast, is_fake
-from counterpoint.ops.exchange_counts import exchange_counts
-from counterpoint.ops.exchange_routes import exchange_routes, num_islands
-from counterpoint.ops.expert_layer import Route
-from counterpoint.ops.experts import one_kernel
-from counterpoint.ops.matmul_all_to_all import matmul_all_to_all
 from counterpoint.ops.plans import family_of, plan_key
-from counterpoint.ops.room_for_rows import OP, Layer, Room, room_for
-from counterpoint.ops.router import choose_experts, order_by_expert
-from counterpoint.ops.token_sums import sum_of_tokens
-from counterpoint.runtime.device_limits import refused_in
-from counterpoint.runtime.routes import NONE
-from counterpoint.runtime.workspace import workspace_of
 
 Parameters = tuple[Tensor, Tensor]  # gate_up [E_local, 2 I, D] and down [E_local, D, I]
 

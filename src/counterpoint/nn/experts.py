@@ -15,6 +15,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from counterpoint.errors import InputError
+from counterpoint.experts.layer import Route
+from counterpoint.experts.routes.exchange_routes import check_capacity
+from counterpoint.experts.routes.room_for_rows import Layer
+from counterpoint.group.workspace import workspace_of, workspaces
 from counterpoint.nn.beside import beside
 from counterpoint.nn.expert_ways import Experts, Parameters, Way, through, way_of
 from counterpoint.nn.grouped import Grouped, no_view
@@ -27,12 +31,8 @@ from counterpoint.ops.check import (
     check_plan,
     is_fake,
 )
-from counterpoint.ops.exchange_routes import check_capacity
-from counterpoint.ops.expert_layer import Route
-from counterpoint.ops.room_for_rows import Layer
-from counterpoint.plan import invariant
 from counterpoint.ranges import instance, whole
-from counterpoint.runtime.workspace import workspace_of, workspaces
+from counterpoint.schedules import invariant
 
 MOST_KNOWN = 1024  # calls that a layer has checked
 

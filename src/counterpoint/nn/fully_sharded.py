@@ -11,7 +11,7 @@ from torch import Tensor
 from counterpoint.nn.grouped import no_view
 from counterpoint.nn.linear import SlicedLinear
 from counterpoint.nn.replicated import copy_to_group
-from counterpoint.ops.all_gather_matmul import all_gather_matmul
+from counterpoint.tensor_parallel.all_gather_matmul import all_gather_matmul
 
 
 class FullyShardedLinear(SlicedLinear):

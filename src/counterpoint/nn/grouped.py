@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from counterpoint.runtime.ranks import group_of
+from counterpoint.group.ranks import group_of
 
 
 def no_view(y: Tensor) -> Tensor:

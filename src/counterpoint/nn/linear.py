@@ -22,12 +22,12 @@ from counterpoint.nn import rowwise
 from counterpoint.nn.grouped import Grouped, no_view
 from counterpoint.nn.replicated import copy_to_group
 from counterpoint.ops.activations import activate, weights_of
-from counterpoint.ops.all_gather_matmul import all_gather_matmul
 from counterpoint.ops.check import check_dense, check_dim, check_group, check_layer, check_plan
-from counterpoint.ops.matmul_reduce_scatter import matmul_reduce_scatter
 from counterpoint.ops.plans import plan_key
 from counterpoint.plan.steps import Plan
 from counterpoint.ranges import instance
+from counterpoint.tensor_parallel.all_gather_matmul import all_gather_matmul
+from counterpoint.tensor_parallel.matmul_reduce_scatter import matmul_reduce_scatter
 
 RECIPES = ("rowwise",)
 Module = TypeVar("Module", bound=nn.Module)

@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from counterpoint.group.library import library_of
+from counterpoint.group.notice_board import Awaited
+from counterpoint.group.ranks import group_of
+from counterpoint.group.workspace import workspace_of
 from counterpoint.ops.agreement import note
 from counterpoint.ops.check import check_dense, check_group
 from counterpoint.ops.register import refuse_double, register
-from counterpoint.runtime.library import library_of
-from counterpoint.runtime.notice_board import Awaited
-from counterpoint.runtime.ranks import group_of
-from counterpoint.runtime.workspace import workspace_of
 
 
 def copy_to_group(parameter: Tensor, *, group: dist.ProcessGroup | None = None) -> Tensor:

@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from counterpoint.ops import all_gather_matmul, matmul_reduce_scatter
 from counterpoint.ops.around import Around
-from counterpoint.ops.backward import gradients_of_gather, gradients_of_scatter
 from counterpoint.ops.check import asked_of, check_dense
 from counterpoint.ops.register import forward_of, its_backward
 from counterpoint.ops.scaled import Scaled
+from counterpoint.tensor_parallel import all_gather_matmul, matmul_reduce_scatter
+from counterpoint.tensor_parallel.backward import gradients_of_gather, gradients_of_scatter
 
 DTYPE, RESULT = torch.float8_e4m3fn, torch.bfloat16
 LARGEST = torch.finfo(DTYPE).max

@@ -13,8 +13,8 @@ from torch import Tensor
 from counterpoint.errors import InputError
 from counterpoint.ops.register import refuse_double_matmul, register
 from counterpoint.problem import GATED, Activation
-from counterpoint.runtime import activated
-from counterpoint.runtime.launch import aligned
+from counterpoint.run import activated
+from counterpoint.run.launch import aligned
 
 SWIGLU = f"silu{GATED}"
 NAMES = tuple(name for name in get_args(Activation) if name)

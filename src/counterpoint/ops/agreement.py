@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from counterpoint.errors import CounterpointError, InputError, PlanError, UnsupportedError
-from counterpoint.runtime.notice_board import Awaited, Facts, digest_of, is_told, refuse_first
-from counterpoint.runtime.store import mark_told
-from counterpoint.runtime.workspace import Workspace, workspace_if_any, workspaces_of
+from counterpoint.group.notice_board import Awaited, Facts, digest_of, is_told, refuse_first
+from counterpoint.group.store import mark_told
+from counterpoint.group.workspace import Workspace, workspace_if_any, workspaces_of
 
 # private, and asked at each call: a feature test holds it
 num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack  # pyright: ignore

@@ -18,12 +18,12 @@ from counterpoint.choose.known import Knowledge, load, problem_key, released
 from counterpoint.choose.taken import Pick
 from counterpoint.costs import NO_TILES, Tiles
 from counterpoint.errors import CounterpointWarning, InputError
+from counterpoint.gpu.device_limits import refused_in
+from counterpoint.group.workspace import Workspace
 from counterpoint.log import logger
 from counterpoint.ops.place import place_of
 from counterpoint.plan.families import build
 from counterpoint.problem import Problem
-from counterpoint.runtime.device_limits import refused_in
-from counterpoint.runtime.workspace import Workspace
 
 
 def choose_spec(problem: Problem, workspace: Workspace, tensors: Sequence[Tensor | None]) -> Pick:
@@ -141,7 +141,7 @@ def matmul_tile(
     rows: int, n: int, k: int, dtype: torch.dtype, device: torch.device, columns: bool
 ) -> tuple[int, int] | None:
     """Rows and columns of the tile of y[rows, n] = x[rows, k] w[k, n]; None where unknown."""
-    from counterpoint.runtime.footprint import footprints, gemm_tile
+    from counterpoint.gpu.footprint import footprints, gemm_tile
 
     try:
         x = torch.empty(rows, k, dtype=dtype, device=device)

@@ -2,8 +2,8 @@
 
 from types import TracebackType
 
-from counterpoint.runtime.execute import Code
-from counterpoint.runtime.workspace import Action, Operands
+from counterpoint.group.workspace import Action, Operands
+from counterpoint.run.execute import Code
 
 # how many contexts are open, of the process, as torch's own modes that change bits: compilers guard
 # on it, and each call looks at it

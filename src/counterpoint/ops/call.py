@@ -18,8 +18,12 @@ from torch.autograd import forward_ad
 from torch.nn import Parameter
 from torch.utils import _device as device
 
+from counterpoint.attention.steps import made_whole
 from counterpoint.choose.taken import Taken
 from counterpoint.errors import CounterpointError, UnsupportedError
+from counterpoint.gpu import nvtx
+from counterpoint.group.ranks import group_of
+from counterpoint.group.workspace import Action, Operands, Workspace, workspace_of, workspaces
 from counterpoint.ops import batch_invariant, watched
 from counterpoint.ops.agreement import Input, agree, checking, words_of
 from counterpoint.ops.check import check_group
@@ -28,12 +32,9 @@ from counterpoint.ops.register import with_gradient
 from counterpoint.plan.families import build
 from counterpoint.plan.steps import Plan
 from counterpoint.problem import Problem
-from counterpoint.runtime import activated, nvtx
-from counterpoint.runtime.attention import made_whole
-from counterpoint.runtime.execute import Code, compile_plan
-from counterpoint.runtime.ranks import group_of
-from counterpoint.runtime.scaled import FP8
-from counterpoint.runtime.workspace import Action, Operands, Workspace, workspace_of, workspaces
+from counterpoint.run import activated
+from counterpoint.run.execute import Code, compile_plan
+from counterpoint.run.scaled import FP8
 
 Shape = tuple[int, ...]
 Tensors = Sequence[Tensor | None]  # of a call, in the order of its operator's inputs

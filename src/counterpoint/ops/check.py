@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from counterpoint.errors import InputError
+from counterpoint.group.ranks import check_group as check_group
 from counterpoint.ops.placements import is_distributed, meet
 from counterpoint.ops.register import refuse_vmap
 from counterpoint.plan.families import families
 from counterpoint.plan.steps import Plan
 from counterpoint.ranges import MAX_COUNT, Range, misfit, plain
-from counterpoint.runtime.ranks import check_group as check_group
 
 # private: a feature test holds it
 _batched: Callable[[Tensor], bool] = torch._C._functorch.is_batchedtensor  # pyright: ignore

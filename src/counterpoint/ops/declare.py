@@ -90,7 +90,7 @@ def _where_it_belongs(op: str) -> Callable[..., Any]:
 def _refuse_other_group(op: str, name_of: str, facts: Sequence[tuple[str, int]]) -> None:
     """Refuse a graph that was made for a group of another size, or for another rank of it."""
     # not at the top: that module may be what imports torch, behind which this one is imported
-    from counterpoint.runtime.ranks import group_of
+    from counterpoint.group.ranks import group_of
 
     group = group_of(name_of)
     for name, given in facts:

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from counterpoint.errors import CounterpointError, InputError
+from counterpoint.group.ranks import check_group
 from counterpoint.ops.agreement import refused
-from counterpoint.runtime.ranks import check_group
 
 # placements beside a dim that is sharded, which is an int, or the argument that says it
 SUM = "a sum over ranks"  # Partial("sum")

@@ -9,19 +9,19 @@ from torch import Tensor
 
 from counterpoint.choose.taken import Pick, Taken
 from counterpoint.errors import InputError, PlanError
+from counterpoint.group.workspace import Workspace
 from counterpoint.log import say
 from counterpoint.ops.auto import choose_spec, knowledge_of
 from counterpoint.ops.batch_invariant import in_mode
 from counterpoint.ops.register import as_a_constant
 from counterpoint.plan.families import build
-from counterpoint.plan.invariant import WORD, said, says
 from counterpoint.plan.operation import operation_of
 from counterpoint.plan.serialize import to_json
 from counterpoint.plan.steps import Plan
 from counterpoint.plan.validate import validate
 from counterpoint.problem import Problem
-from counterpoint.runtime.execute import Code
-from counterpoint.runtime.workspace import Workspace
+from counterpoint.run.execute import Code
+from counterpoint.schedules.invariant import WORD, said, says
 
 PLAN_KEY = "plan:"
 BY_MODE = "auto by mode"  # in a compiled graph: "auto", as `batch_invariant` is when it runs

@@ -12,10 +12,10 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.flop_counter import FlopCounterMode, flop_registry, register_flop_formula
 
 from counterpoint.errors import UnsupportedError
+from counterpoint.group.notice_board import NoticeBoard
+from counterpoint.group.workspace import workspaces
 from counterpoint.operators import ALONE, IMPLEMENTED, WITHOUT_GRADIENT, Implementation
 from counterpoint.ops.declare import refuse_forward_mode
-from counterpoint.runtime.notice_board import NoticeBoard
-from counterpoint.runtime.workspace import workspaces
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -11,7 +11,7 @@ from counterpoint.errors import CounterpointError, InputError
 from counterpoint.ops.agreement import refused
 from counterpoint.ops.check import autocast, check_dense, check_dim, check_tensors, is_last
 from counterpoint.problem import SCALE_BLOCK
-from counterpoint.runtime.scaled import FP8
+from counterpoint.run.scaled import FP8
 
 RESULT = torch.bfloat16
 MICRO = "mxfp8 and nvfp4 need a GPU of compute capability 10.0, and are not supported"

@@ -12,8 +12,6 @@ from typing import NoReturn
 
 from counterpoint.errors import InputError
 from counterpoint.machine_of import MachineLike, machine_of
-from counterpoint.plan.invariant import said, varies
-from counterpoint.plan.mesh import lane_for_each_peer
 from counterpoint.plan.names import COMPUTE
 from counterpoint.plan.operation import Family, Options, operation_of
 from counterpoint.plan.scaled import scaled
@@ -21,6 +19,8 @@ from counterpoint.plan.steps import Plan
 from counterpoint.presets import preset
 from counterpoint.problem import Problem
 from counterpoint.ranges import instance
+from counterpoint.schedules.invariant import said, varies
+from counterpoint.schedules.mesh import lane_for_each_peer
 
 PEERS = ("ring", "xor")
 SHOTS = ("one_shot", "two_shot", "scatter")

@@ -5,8 +5,6 @@ from counterpoint.plan.activated import misuse_of_activation
 from counterpoint.plan.attended import ATTENTION
 from counterpoint.plan.extents import refuse_vast
 from counterpoint.plan.families import build
-from counterpoint.plan.invariant import varies
-from counterpoint.plan.mesh import lane_for_each_peer
 from counterpoint.plan.scaled import misuse_of_scales, operands_of
 from counterpoint.plan.steps import (
     OWN_PROTOCOL,
@@ -20,6 +18,8 @@ from counterpoint.plan.steps import (
 )
 from counterpoint.problem import ITEM_BYTES, Problem
 from counterpoint.ranges import misfit
+from counterpoint.schedules.invariant import varies
+from counterpoint.schedules.mesh import lane_for_each_peer
 
 # kinds whose rows counts or routes may say
 MAY_VARY = ("copy", "matmul", "spread", "fold", "collective", "exchange", "fused")

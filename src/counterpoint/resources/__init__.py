@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from counterpoint.lazy import needing
 
 if TYPE_CHECKING:
+    from counterpoint.gpu.footprint import Footprint, footprints
     from counterpoint.measure.tune_resources import Tuned, tune
     from counterpoint.resources.controls import Controls
     from counterpoint.resources.pipeline import Pipeline
@@ -22,18 +23,17 @@ if TYPE_CHECKING:
     from counterpoint.resources.search import Space
     from counterpoint.resources.shape import Shape
     from counterpoint.resources.shape_triton import triton_launches
-    from counterpoint.runtime.footprint import Footprint, footprints
 
 _HOME = {
     "Captured": "resources.run",
     "Controls": "resources.controls",
     "Eager": "resources.run",
-    "Footprint": "runtime.footprint",
+    "Footprint": "gpu.footprint",
     "Pipeline": "resources.pipeline",
     "Shape": "resources.shape",
     "Space": "resources.search",
     "Tuned": "measure.tune_resources",
-    "footprints": "runtime.footprint",
+    "footprints": "gpu.footprint",
     "triton_launches": "resources.shape_triton",
     "tune": "measure.tune_resources",
 }

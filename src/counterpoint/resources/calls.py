@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from counterpoint.errors import InputError
+from counterpoint.gpu.delay import Delay
 from counterpoint.plan.steps import Plan, Step
 from counterpoint.resources import budget
 from counterpoint.resources.controls import OFF, SEQUENTIAL, Controls
@@ -15,8 +16,7 @@ from counterpoint.resources.pipeline import Pipeline
 from counterpoint.resources.rewrites import rewritten
 from counterpoint.resources.stages import Compute, Stage
 from counterpoint.resources.transport import carriers
-from counterpoint.runtime.delay import Delay
-from counterpoint.runtime.execute import Code, compile_plan
+from counterpoint.run.execute import Code, compile_plan
 
 Call = Callable[[], object]
 Around = Callable[[Stage, Call], object]

@@ -17,6 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from counterpoint.errors import InputError
+from counterpoint.gpu.zero_cta import ZeroCta
+from counterpoint.group.symmetric import SymmetricMemory, allocate
+from counterpoint.group.workspace import Workspace, forget
 from counterpoint.plan.steps import Plan
 from counterpoint.resources.rewrites import Touch, plan_of
 from counterpoint.resources.stages import (
@@ -28,9 +31,6 @@ from counterpoint.resources.stages import (
     check_collective,
     span,
 )
-from counterpoint.runtime.symmetric import SymmetricMemory, allocate
-from counterpoint.runtime.workspace import Workspace, forget
-from counterpoint.runtime.zero_cta import ZeroCta
 
 
 class Pipeline:

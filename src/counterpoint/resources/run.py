@@ -14,6 +14,9 @@ from weakref import WeakSet
 import torch
 
 from counterpoint.errors import InputError, UnsupportedError
+from counterpoint.gpu import graph_nodes
+from counterpoint.gpu.capture import no_collector
+from counterpoint.gpu.device_limits import limits_here
 from counterpoint.plan.steps import Plan
 from counterpoint.resources import budget
 from counterpoint.resources.calls import Call, compiled
@@ -24,9 +27,6 @@ from counterpoint.resources.shape import Nodes, Shape
 from counterpoint.resources.shape_triton import triton_launches
 from counterpoint.resources.stages import Compute, Stage
 from counterpoint.resources.transport import library_writes_to_peers_memory
-from counterpoint.runtime import graph_nodes
-from counterpoint.runtime.capture import no_collector
-from counterpoint.runtime.device_limits import limits_here
 
 
 class Eager:

@@ -12,10 +12,10 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 from counterpoint.errors import InputError, UnsupportedError
-from counterpoint.runtime import graph_nodes
-from counterpoint.runtime.footprint import Footprint, node_footprint
-from counterpoint.runtime.limits import SmLimits
-from counterpoint.runtime.occupancy import dynamic_bytes_for, feasible, occupancy
+from counterpoint.gpu import graph_nodes
+from counterpoint.gpu.footprint import Footprint, node_footprint
+from counterpoint.gpu.limits import SmLimits
+from counterpoint.gpu.occupancy import dynamic_bytes_for, feasible, occupancy
 
 # kernels that wait: for peers NCCL's, NVSHMEM's, torch's of symmetric memory and ours, or for time
 SPINNING = re.compile(

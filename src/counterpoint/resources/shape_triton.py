@@ -5,10 +5,10 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from counterpoint.errors import UnsupportedError
+from counterpoint.gpu import graph_nodes
+from counterpoint.gpu.footprint import triton_footprint
+from counterpoint.gpu.limits import SmLimits
 from counterpoint.resources.shape import ALL_SHARED_MEMORY, Shape, allowing, refusal
-from counterpoint.runtime import graph_nodes
-from counterpoint.runtime.footprint import triton_footprint
-from counterpoint.runtime.limits import SmLimits
 
 
 @contextmanager

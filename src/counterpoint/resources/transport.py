@@ -10,16 +10,16 @@ import torch
 import torch.distributed as dist
 
 from counterpoint.errors import InputError
+from counterpoint.gpu.driver import Copy, copy_async
+from counterpoint.group.library import Library, library_of
+from counterpoint.group.notice_board import Awaited
+from counterpoint.group.symmetric import SymmetricMemory
 from counterpoint.plan.bind import Arrival
 from counterpoint.resources.controls import Transport
 from counterpoint.resources.pipeline import Pipeline
 from counterpoint.resources.stages import Collective
-from counterpoint.runtime.driver import Copy, copy_async
-from counterpoint.runtime.lanes_cuda import lanes_of
-from counterpoint.runtime.launch_cuda import signal
-from counterpoint.runtime.library import Library, library_of
-from counterpoint.runtime.notice_board import Awaited
-from counterpoint.runtime.symmetric import SymmetricMemory
+from counterpoint.run.lanes_cuda import lanes_of
+from counterpoint.run.launch_cuda import signal
 
 Carry = Callable[[], object]  # puts a collective on the current stream
 COPYABLE = ("all_gather", "all_to_all", "all_reduce")

@@ -12,9 +12,9 @@ from math import ceil
 from typing import NamedTuple
 
 from counterpoint.choose.by_model import parts_s
+from counterpoint.embedding.plan_seconds import seconds
 from counterpoint.errors import InputError
 from counterpoint.machine import Machine
-from counterpoint.plan.embedding_seconds import seconds
 from counterpoint.problem import Problem
 from counterpoint.scale import constants
 from counterpoint.scale.dlrm import Dlrm

@@ -12,7 +12,6 @@ from typing import Literal, NamedTuple
 
 from counterpoint.errors import InputError
 from counterpoint.machine import LinkSpec, Machine
-from counterpoint.plan.islands import MOST_PIECES
 from counterpoint.ranges import MAX_RANKS, check
 from counterpoint.scale import constants, torus
 from counterpoint.scale.collectives import (
@@ -26,6 +25,7 @@ from counterpoint.scale.collectives import (
 from counterpoint.scale.links import Dimension, Topology, fat_tree
 from counterpoint.scale.links import torus as torus_of
 from counterpoint.scale.schedules import direct_s
+from counterpoint.schedules.islands import MOST_PIECES
 
 Congestion = Literal["closed", "events"]
 MAX_DIMENSIONS = 4

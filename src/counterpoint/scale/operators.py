@@ -12,11 +12,11 @@ from counterpoint.choose.by_model import parts_s
 from counterpoint.choose.choose import choose
 from counterpoint.machine import Machine
 from counterpoint.model.estimate import predicted_s
-from counterpoint.plan.expected_rows import once
 from counterpoint.plan.families import build
 from counterpoint.problem import Problem
 from counterpoint.scale.fabric import Group, Network
 from counterpoint.scale.parts import Sent
+from counterpoint.schedules.expected_rows import once
 
 Overlap = Literal["none", "ours", "ideal"]
 OVERLAPS: tuple[Overlap, ...] = get_args(Overlap)

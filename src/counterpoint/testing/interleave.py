@@ -36,9 +36,9 @@ import triton
 import triton.runtime.interpreter as interpreter
 
 from counterpoint.errors import UnsupportedError
-from counterpoint.runtime.bounds import resolved
-from counterpoint.runtime.launch import INTERPRETED
-from counterpoint.runtime.peer_kernel import Layout
+from counterpoint.run.bounds import resolved
+from counterpoint.run.launch import INTERPRETED
+from counterpoint.run.peer_kernel import Layout
 
 try:
     import greenlet

@@ -28,7 +28,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from counterpoint.errors import UnsupportedError
-from counterpoint.runtime.launch import INTERPRETED
+from counterpoint.run.launch import INTERPRETED
 
 CAPABILITIES = [80, 90, 100]  # generations of GPUs: A100, H100 and H200, B200
 CUOBJDUMP = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import TypeVar, TypeVarTuple
 from unittest import mock
 
-from counterpoint.runtime.ranks import spawn
+from counterpoint.group.ranks import spawn
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")

@@ -1,0 +1,1 @@
+"""Attention to the keys and values of all ranks."""

@@ -1,0 +1,1 @@
+"""Embedding bags of table-wise shards, and their all-to-all."""

@@ -1,0 +1,1 @@
+"""Kernels that move rows and multiply them: their plan, memory and launches."""

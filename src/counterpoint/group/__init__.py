@@ -1,0 +1,1 @@
+"""Ranks and what they share: memory, messages, the notice board, islands."""

@@ -1,0 +1,1 @@
+"""Sum over ranks, residual and norm, alone or behind a matmul."""

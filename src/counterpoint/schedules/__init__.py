@@ -1,0 +1,1 @@
+"""Shapes of overlap that several operators use. Pure Python, as plan/ is."""

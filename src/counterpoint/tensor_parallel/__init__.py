@@ -1,0 +1,1 @@
+"""Matmuls with a gather, a reduce-scatter or an all-reduce."""
