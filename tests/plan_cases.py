@@ -79,11 +79,15 @@ def specs(problem: Problem) -> list[str]:
 
 
 def prove(problem: Problem, spec: str) -> Plan:
-    """The plan of a spec: proved, made again from its own spec, and read back."""
+    """The plan of a spec: proved, made again from its own spec, and read back.
+
+    A step names each predecessor once.
+    """
     plan = build(problem, spec)
     validate(plan)
     assert build(problem, plan.spec) == plan
     assert Plan.from_json(to_json(plan)) == plan
+    assert all(len({*step.after}) == len(step.after) for step in plan.steps)
     return plan
 
 

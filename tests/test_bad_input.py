@@ -845,6 +845,7 @@ BAD: dict[str, Area] = {
             ({"batch": 4.0}, "batch must be 2 counts >= 0, got 4.0"),
             ({"batch": None}, "batch must be 2 counts >= 0, got None"),
             ({"batch": [4.0, 4]}, "batch must be 2 counts >= 0, got [4.0, 4]"),
+            ({"batch": [-1, 3]}, "batch must be 2 counts >= 0, got [-1, 3]"),
             ({"batch": [1]}, "batch must be 2 counts >= 0, got [1]"),
             ({"batch": 3}, "batch must be a multiple of 2 ranks, or a count for each, got 3"),
             ({"batch": True}, "batch must be a whole number from 0 to 2**40, got True"),

@@ -66,7 +66,7 @@ def candidates(choice: Choice, basis: str) -> dict[str, Candidate]:
     return {c.spec: c for c in choice.table if c.basis == basis}
 
 
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("eager", [False, True])
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("name", NAMES)
@@ -124,7 +124,7 @@ def test_a_few_microseconds_are_no_gain(monkeypatch: pytest.MonkeyPatch):
     assert by_model(problem, machine).spec == "serial"
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize("name", NAMES)
 def test_closed_forms_let_no_good_plan_slip(name: str, ranks: int):
@@ -142,6 +142,7 @@ def test_closed_forms_let_no_good_plan_slip(name: str, ranks: int):
             assert choice.seconds <= choice.serial_s
 
 
+@pytest.mark.drawn(8)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("groups", [(1, 1, 1, 1), (1, 1, 2), (2, 2), (1, 3), (4,)], ids=str)
 def test_closed_forms_are_a_little_below_simulations(name: str, groups: tuple[int, ...]):
@@ -166,6 +167,7 @@ def test_closed_forms_are_a_little_below_simulations(name: str, groups: tuple[in
             assert 0.8 < ratio < 1 + 1e-9, f"{problem}: {spec}"
 
 
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize("op", OPS)
 def test_closed_forms_in_the_table_are_those_of_their_plans(op: str):
     machine = measured("h200-8")
@@ -270,6 +272,7 @@ def test_one_rank_is_serial(op: str):
         assert "1.00x serial" in choice.explain()
 
 
+@pytest.mark.drawn(24)
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("ranks", [1, 4])
 @pytest.mark.parametrize("shape", [(0, 8, 8), (8, 0, 8), (8, 8, 0)])

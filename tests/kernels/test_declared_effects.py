@@ -228,7 +228,7 @@ def mutants(plan: Plan) -> Iterator[tuple[str, Plan]]:
             yield f"{buffer.name} is a flag less", replace(plan, buffers=buffers)
 
 
-@pytest.mark.drawn(7)
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("kind", range(7), ids=lambda kind: f"{CASES[2 * kind].facts['op']} {kind}")
 @pytest.mark.parametrize("which", range(2))
 def test_a_kernel_writes_what_its_step_declares(pool: RankPool, kind: int, which: int):

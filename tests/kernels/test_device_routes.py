@@ -28,7 +28,7 @@ HELD: dict[str, dict[str, int]] = {
 }  # fmt: skip
 
 
-@pytest.mark.drawn(8)
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize(
     ("held", "kind"),
     [*(("as launched", kind) for kind in KINDS),

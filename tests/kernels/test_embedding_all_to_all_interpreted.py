@@ -68,7 +68,7 @@ def wrong_calls(rank: int, ranks: int, name: str, spec: str, epoch: int = 0) -> 
     return found
 
 
-@pytest.mark.drawn(10)
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize(
     ("ranks", "spec"), [(1, "serial"), (2, "serial"), (2, "fused"), (3, "fused"), (4, "fused")]
 )

@@ -213,7 +213,7 @@ def update(how: Update, dy: Tensor, pooled: ops.Lookups, count: int = 1) -> None
     ops.sum_slices(placed, slices, entries, how.kind, how.rates)
 
 
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("hot", [0.0, 0.7, 1.0])
 @pytest.mark.parametrize("what", ["dense", "sparse", *UPDATES])
 @on_ranks(1)

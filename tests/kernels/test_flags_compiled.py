@@ -224,7 +224,7 @@ def test_planted_faults_show():
     assert wrong_order(re.sub(r"sys\.release|release\.sys", "gpu.release", ptx)) == ["0 flags"]
 
 
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("dtype", [tl.bfloat16, tl.float16, tl.float32], ids=str)
 @pytest.mark.parametrize("block_d", [64, 128, 256])
 @pytest.mark.parametrize("even", [True, False])

@@ -83,7 +83,7 @@ def bags_scene(
     return Scene(each, run, off, [*outs, *(room for y in ys for room in y)])
 
 
-@pytest.mark.drawn(5)
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("own", [False, True], ids=["copied", "own"])
 @pytest.mark.parametrize("sizes", BATCHES)
@@ -292,7 +292,7 @@ def experts_scene(
     return Scene(each, run, off, rooms, 0.4 if seed % 2 else 0.05)
 
 
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("op", [DISPATCH, COMBINE])
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ def wrong_from(rank: int, ranks: int, cases: list[Case], epoch: int) -> list[str
 
 
 # as 32-bit words: -2 is 2^32 - 2
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(("ranks", "epoch"), [(2, -2), (2, 2**31 - 2), (4, 0)])
 @pytest.mark.parametrize(("op", "shots"), KINDS)
 def test_the_sum_over_ranks(pool: RankPool, op: str, shots: str, ranks: int, epoch: int):

@@ -100,7 +100,7 @@ def test_a_row_is_added_up_in_one_order_by_both_kernels(kind: str, n: int):
     assert not any(re.search(r"\bfma\.", found.ptx) for found in both)
 
 
-@pytest.mark.drawn(6)
+@pytest.mark.drawn(3)
 @pytest.mark.shows("all_gather_matmul matmul_reduce_scatter matmul_all_reduce", "compiled for",
                    "sm_80 sm_90 sm_100")  # fmt: skip
 @pytest.mark.parametrize("block", BLOCKS)

@@ -161,7 +161,7 @@ SHOTS = [(f, kind) for f in ("norm", "sum") for kind in ("one_shot", "two_shot")
 EVERY = [*(("collective", kind) for kind in KINDS), *SHOTS, ("sum", "scatter")]
 
 
-@pytest.mark.drawn(12)
+@pytest.mark.drawn(8)
 @pytest.mark.parametrize("sizes", ["same", "mixed"])
 @pytest.mark.parametrize(("ranks", "seed"), [*((2, s) for s in range(4)), (4, 0), (4, 1)])
 @pytest.mark.parametrize(("family", "kind"), EVERY)
@@ -171,7 +171,7 @@ def test_every_order_gives_the_result(
     all_right(pool, scene, seed, family, kind, ranks, sizes)
 
 
-@pytest.mark.drawn(5)
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize(
     ("family", "kind", "fault"),
     [*((*each, "take_and_leave") for each in EVERY if each[1] != "scatter"),

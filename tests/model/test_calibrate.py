@@ -96,7 +96,7 @@ def matmuls_of(rows: Sequence[Row]) -> list[Matmul]:
 tiles = pytest.mark.parametrize("tile", [None, (128, 256)], ids=["any tile", "known tile"])
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 @tiles
 @pytest.mark.parametrize("truth", TRUTHS.values(), ids=TRUTHS)
 def test_known_constants_are_found(truth: Costs, tile: tuple[int, int] | None):
@@ -112,7 +112,7 @@ def test_known_constants_are_found(truth: Costs, tile: tuple[int, int] | None):
             assert got == pytest.approx(want, rel=0.02), field.name
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 @tiles
 @pytest.mark.parametrize("truth", TRUTHS.values(), ids=TRUTHS)
 def test_matmuls_are_predicted_by_what_is_found(truth: Costs, tile: tuple[int, int] | None):

@@ -5,6 +5,7 @@ from dataclasses import replace
 from unittest.mock import Mock
 
 import pytest
+from drawing import Draw
 from plan_cases import AG, ATTENTION, BAGS, BY_ROWS, EXPERTS, NORM, OPS, PLAIN, RS, make_problem
 
 from counterpoint.choose.by_model import parts_s
@@ -69,6 +70,7 @@ def every_plan(ranks: int) -> Iterator[Plan]:
         yield from plans(op, ranks, *SHAPES[1], rows=UNEQUAL[:ranks])
 
 
+@pytest.mark.drawn(12)
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize("op", OPS)
 def test_candidates_are_of_every_family(op: str, ranks: int):
@@ -125,9 +127,11 @@ def check_order(plan: Plan, machine: Machine, timeline: Timeline) -> None:
 @pytest.mark.drawn(2)
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("name", MACHINES)
-def test_every_plan_finishes_in_order_and_no_sooner_than_its_parts(name: str, ranks: int):
+def test_every_plan_finishes_in_order_and_no_sooner_than_its_parts(
+    name: str, ranks: int, draw: Draw
+):
     machine = preset(f"{name}-{ranks}")
-    for plan in every_plan(ranks):
+    for plan in draw([*every_plan(ranks)], 120):
         timeline = estimate(plan, machine)
         check_order(plan, machine, timeline)
         bound_s = max(parts_s(plan.problem, machine)) * (1 - EXACTLY)
@@ -136,10 +140,10 @@ def test_every_plan_finishes_in_order_and_no_sooner_than_its_parts(name: str, ra
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-def test_every_eager_plan_finishes_in_order(ranks: int):
+def test_every_eager_plan_finishes_in_order(ranks: int, draw: Draw):
     machine = preset(f"h200-{ranks}")
     for op in OPS:
-        for plan in plans(op, ranks, *SHAPES[1]):
+        for plan in draw([*plans(op, ranks, *SHAPES[1])], 5, op):
             check_order(plan, machine, estimate(plan, machine, eager=True))
 
 
@@ -155,6 +159,7 @@ def test_host_time_only_adds(ranks: int):
             assert eager_s < (graph_s + host_s) * (1 + EXACTLY), plan.spec
 
 
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize("family", finer.NAMES)
 @pytest.mark.parametrize("op", FORWARD)
 def test_the_slowest_rank_of_plans_finer_than_shards_is_found(op: str, family: str):
@@ -167,7 +172,7 @@ def test_the_slowest_rank_of_plans_finer_than_shards_is_found(op: str, family: s
             assert predicted_s(plan, machine) == pytest.approx(all_s, rel=5e-3), plan.spec
 
 
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize(("name", "shape"), list(zip(MACHINES, (*SHAPES, SHAPES[1]), strict=True)))
 def test_one_rank_stands_for_all_where_rows_are_equal(
@@ -392,6 +397,7 @@ def test_one_rank_multiplies_and_no_more(op: str):
     assert predicted_s(plan, machine) == timeline.end_s == pytest.approx(compute_s, rel=EXACTLY)
 
 
+@pytest.mark.drawn(12)
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("shape", [(0, 8, 8), (8, 0, 8), (8, 8, 0)])
 def test_an_empty_problem_takes_the_time_of_its_signals(op: str, shape: tuple[int, int, int]):
@@ -545,8 +551,8 @@ def test_of_a_thousand_ranks_one_is_simulated(spec: str, monkeypatch: pytest.Mon
     assert bound == [0] and {span.rank for span in timeline.spans} == {0}
 
 
-def test_a_plan_of_a_million_regions_is_not_estimated():
-    plan = build(Problem("all_gather_matmul", 512 * 512, 8, 8, 512), "uniform_fused_1d")
+def test_a_plan_of_very_many_regions_is_not_estimated():
+    plan = build(Problem("all_gather_matmul", 300 * 300, 8, 8, 300), "uniform_fused_1d")
     with pytest.raises(PlanError, match=r"regions and signals, more than 65536: too many to est"):
         estimate(plan, preset("h200-8"))
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from drawing import Draw
 from on_ranks import on_ranks
 from rank_bodies import by_reference
 from refusals import wrongly_refused
@@ -63,7 +64,7 @@ def takes(layer: Layer, spec: str, dtype: torch.dtype) -> bool:
     return spec == "auto" or (family is not None and (len(rows) == 1 or not family.refusal(p)))
 
 
-@pytest.mark.drawn(5)
+@pytest.mark.drawn(3)
 @pytest.mark.shows("all_gather_matmul", "forward", "bf16 fp16 fp32")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @on_ranks(1, 2, 3, 4)
@@ -203,8 +204,8 @@ def test_nothing_to_sum_or_no_rows(rank: int, ranks: int):
     assert cp.all_gather_matmul(torch.empty(0, K), ws, activation="silu_mul").shape == (0, N)
 
 
-@on_ranks(1, 2)
-def test_as_operators_of_torch(rank: int, ranks: int):
+@on_ranks(2)
+def test_as_operators_of_torch(rank: int, ranks: int, draw: Draw):
     """opcheck, and compiled, with gradients and without."""
     layer = Layer(rank, ranks, "silu_mul", torch.float32)
     x, name = layer.xs[rank], dist.group.WORLD.group_name  # type: ignore[union-attr]
@@ -215,7 +216,7 @@ def test_as_operators_of_torch(rank: int, ranks: int):
                                           name, ranks)),
     ]  # fmt: skip
     h, up = torch.randn(2, 3, 4, requires_grad=True), torch.randn(2, 3, 4, requires_grad=True)
-    for activation in NAMES:
+    for activation in draw(NAMES, 3):
         second = up if activation.endswith("_mul") else None
         calls.append((op.activated, (h, second, activation, None, 0)))
     dy = torch.randn(2, 3, 4)
@@ -276,10 +277,3 @@ def test_what_is_refused(rank: int, ranks: int) -> list[str]:
     y = cp.all_gather_matmul(x, (w, w), activation="silu_mul")
     assert y.shape == (6, N) and y.isfinite().all()
     return wrong
-
-
-@on_ranks(2)
-def test_ranks_that_differ_are_told(rank: int, ranks: int):
-    x, w = torch.randn(3, K), torch.randn(K, N)
-    with pytest.raises(cp.InputError, match="activation must be equal on all ranks, gelu as on"):
-        cp.all_gather_matmul(x, w, activation=("gelu", "silu")[rank])

@@ -21,6 +21,7 @@ from counterpoint.problem import Problem
 OP = "all_gather_attention"
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.shows("all_gather_attention", "forward, backward", "bf16 fp16 fp32")
 @pytest.mark.parametrize("causal", [False, True])
 @on_ranks(1, 2, 3, 4)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from drawing import Draw
 from island_bodies import on_islands, plans_run
 from on_ranks import on_ranks
 from rank_bodies import by_reference, world
@@ -135,11 +136,11 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 @pytest.mark.shows("all_reduce_rms_norm all_reduce_layer_norm", "forward", "bf16 fp16 fp32 fp8")
 @on_ranks(1, 2, 3, 4)
-def test_results_are_those_of_fp64(rank: int, ranks: int) -> list[str]:
+def test_results_are_those_of_fp64(rank: int, ranks: int, draw: Draw) -> list[str]:
     """By torch, as on a user's CPU ranks; rows that ranks share evenly and not."""
     found: list[str] = []
     with by_reference():
-        for (rows, n), layer, dtype in product(SHAPES, (False, True), DTYPES):
+        for (rows, n), layer, dtype in draw([*product(SHAPES, (False, True), DTYPES)], 6):
             case = case_of(rows, n, dtype, layer=layer, bare=n == 4)
             for plan in plans_for(len(case.x.flatten(0, -2)), n, dtype, ranks):
                 found += wrong(case, plan, f"{rows} {n} {dtype} layer={layer}")
@@ -149,10 +150,11 @@ def test_results_are_those_of_fp64(rank: int, ranks: int) -> list[str]:
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("layer", [False, True])
 @on_ranks(2, 4)
-def test_kernels_give_them_too(rank: int, ranks: int, layer: bool) -> list[str]:
+def test_kernels_give_them_too(rank: int, ranks: int, layer: bool, draw: Draw) -> list[str]:
     """Interpreted; more rows than programs, rows of one word, of powers of two and not."""
     found: list[str] = []
-    for (rows, n), dtype in zip(SHAPES, (*DTYPES, torch.float32), strict=True):
+    every = [*zip(SHAPES, (*DTYPES, torch.float32), strict=True)]
+    for (rows, n), dtype in draw(every, 2):
         case = case_of(rows, n, dtype, layer=layer, bare=n == 4)
         for plan in plans_for(len(case.x.flatten(0, -2)), n, dtype, ranks):
             found += wrong(case, plan, f"{rows} {n} {dtype}", interpreted=True)
@@ -258,7 +260,7 @@ def test_gradients_that_are_refused(rank: int, ranks: int) -> None:
 @on_ranks(2)
 def test_a_compiled_call_is_the_eager_one(rank: int, ranks: int) -> None:
     torch.compiler.reset()
-    for layer, plan in product((False, True), ("serial", "direct")):
+    for layer, plan in ((False, "serial"), (True, "direct")):
         case = case_of((3,), 16, torch.float32, layer=layer)
         dy, dh = torch.randn(3, 16), torch.randn(3, 16)
         call = called(case, plan)
@@ -282,27 +284,6 @@ def test_opcheck_of_the_operators(rank: int, ranks: int) -> None:
             for op, more in ((ops.all_reduce_norm, where), (ops.add_norm, ())):
                 found = torch.library.opcheck(op.default, (*given, *more), test_utils=tests)
                 assert set(found.values()) == {"SUCCESS"}
-
-
-@on_ranks(2)
-def test_ranks_that_differ_are_told(rank: int, ranks: int) -> None:
-    x, r, w = torch.randn(2, 8), torch.zeros(2, 8), torch.ones(8)
-    eps = 1e-6
-    cases: list[tuple[str, dict[str, Any]]] = [
-        ("eps must be equal on all ranks, 1e-06 as on rank 0, got 0.1 on rank 1", {"eps": 0.1}),
-        (
-            "residual.shape must be equal on all ranks, .2, 8. as on rank 0, got None",
-            {"residual": None},
-        ),
-        (
-            "out_dtype must be equal on all ranks, None as on rank 0, got torch.float8_e4m3fn",
-            {"out_dtype": FP8},
-        ),
-    ]
-    for text, other in cases:
-        given: dict[str, Any] = {"residual": r, "eps": eps} | (other if rank else {})
-        with pytest.raises(cp.InputError, match=text):
-            cp.all_reduce_rms_norm(x, weight=w, **given)
 
 
 @on_ranks(2)

@@ -87,7 +87,7 @@ def takes(op: str, spec: str, m: int, ranks: int, dtype: torch.dtype) -> bool:
     return spec == "auto" or (family is not None and not family.refusal(problem))
 
 
-@pytest.mark.drawn(9)
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("op", OPS)
 @on_ranks(2, 3, 4)

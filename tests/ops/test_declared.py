@@ -21,6 +21,7 @@ def python(code: str, *words: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True, env=path).stdout
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("order", ["counterpoint, torch", "torch, counterpoint"])
 def test_they_exist_whichever_is_imported_first(order: str):
     """And importing torch as others look for it, without loading it, loses nothing."""
@@ -37,7 +38,7 @@ for op in {sorted(MODULES)}:
     assert loaded <= LOADED
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("module", ["group.ranks", "ops.register", "nn.replicated", "device"])
 def test_any_module_of_ours_may_be_what_imports_torch(module: str):
     python(f"import counterpoint.{module}, torch; torch.ops.counterpoint.add_norm.default")
@@ -47,6 +48,7 @@ def test_without_torch_nothing_is_imported():
     assert python("import sys, counterpoint; print('torch' in sys.modules)") == "False\n"
 
 
+@pytest.mark.apart("make test-all")
 def test_a_saved_graph_loads_in_a_new_process(tmp_path: Path):
     class Model(torch.nn.Module):
         def forward(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:

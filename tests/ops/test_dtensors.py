@@ -101,6 +101,7 @@ def off(got: Tensor, plain: Tensor, want: Tensor) -> bool:
     return bool((got - want).abs().max() > 2 * (plain - want).abs().max() + 4 * floor)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("m", [8, 7, 3])
 @on_ranks(4)
 def test_results_and_gradients_are_those_of_the_whole(rank: int, ranks: int, m: int) -> list[str]:

@@ -287,6 +287,7 @@ def test_it_compiles_into_one_graph(rank: int, ranks: int):
 
 @on_ranks(2)
 def test_what_is_refused(rank: int, ranks: int) -> list[str]:
+    """Beside what tests/test_bad_input.py has."""
     good = random_bags((4, 8), 6, rows=5)
     tables, n = good.tables, good.indices.numel()
     falling, outside = good.offsets.clone(), good.indices.clone()
@@ -295,25 +296,10 @@ def test_what_is_refused(rank: int, ranks: int) -> list[str]:
     out = cp.PooledOutputs(24, torch.float32, 6)
     other = cp.PooledOutputs(23, torch.float32, 6)
     none = {"tables": [], "indices": good.indices[:0], "offsets": good.offsets[:1]}
-    count = "batch must be a count for each of 2 ranks, 6 in all, got"
     described = "dims must be of the tables of each of 2 ranks, (4, 8) on rank"
     pairs = ((4, 8), (4, 8))
     cases: list[Refusal] = [
-        ({"tables": tables[0]}, "tables must be a list of Tensors"),
-        ({"mode": "max"}, "mode must be 'sum' or 'mean', got 'max'"),
-        ({"indices": good.indices.float()}, "indices must be int32 or int64"),
-        ({"indices": good.indices[None]}, "indices must be a 1-D Tensor without gaps"),
         ({"offsets": good.offsets[:-1]}, "offsets must be a bag for each of 2 tables"),
-        ({"tables": [tables[0], tables[1].half()]},
-         "tables[1] must be bf16, fp16 or fp32, and alike"),
-        ({"tables": [t.t() for t in tables]},
-         "tables[0] must be [rows, D] with elements of a row side by side"),
-        ({"per_sample_weights": torch.ones(n + 1)}, "per_sample_weights must be torch.float32, ("),
-        ({"per_sample_weights": torch.ones(n), "mode": "mean"},
-         "per_sample_weights must be None unless mode is 'sum', got mean"),
-        ({"batch": (3,)}, f"{count} (3,)"), ({"batch": (4, 4)}, f"{count} (4, 4)"),
-        ({"batch": "ab"}, "batch must be a count >= 0 for each rank, got ab"),
-        ({"batch": (-1, 7)}, "batch must be a count >= 0 for each rank, got (-1, 7)"),
         ({"batch": (3, 3) if rank else (2, 4)},
          "batch must be equal on all ranks, (2, 4) as on rank 0, got (3, 3) on rank 1"),
         ({"mode": "mean" if rank else "sum"},
@@ -321,15 +307,13 @@ def test_what_is_refused(rank: int, ranks: int) -> list[str]:
         (none, "tables must be some, or described, got none; pass dims= and dtype= and batch=, an"),
         (none | {"dims": ((), ()), "dtype": torch.float32, "batch": (3, 3)},
          "tables must be some on one rank at least, got none on all"),
-        ({"dims": ((4, 8),)}, f"{described} 0"), ({"dims": (*pairs, ())}, f"{described} 0"),
-        ({"dtype": torch.float16}, "dtype must be torch.float32 as tables, got torch.float16"),
+        ({"dims": (*pairs, ())}, f"{described} 0"),
         ({"dims": ((4, 8), (4, 7)) if rank == 0 else ((4, 7), (4, 8))},
          "dims must be equal on all ranks, ((4, 8), (4, 7)) as on rank 0, got ((4, 7), (4, 8)) on"),
         ({"tables": [t.half() if rank else t for t in tables]},
          "tables must be equal on all ranks, torch.float32 as on rank 0, got torch.float16 on"),
         ({"offsets": falling}, "offsets must be 0 at first, rising to"),
         ({"indices": outside}, "indices of tables[0] must be 0 to 4, got 0 to 10"),
-        ({"out": 3}, "out must be PooledOutputs, got int"),
         ({"out": other}, "out must be 24 columns of torch.float32"),
         ({"out": out if rank else None},
          "out is given must be equal on all ranks, False as on rank 0"),
@@ -402,21 +386,6 @@ def test_a_rank_freezes_its_tables(rank: int, ranks: int):
         plain = called(bags, dims=((4, 8),) * ranks)
     assert all([y.requires_grad, not plain.requires_grad,
             all((t.grad is not None) == (rank == 0) for t in bags.tables)])  # fmt: skip
-
-
-@on_ranks(2)
-def test_what_outputs_refuse(rank: int, ranks: int) -> list[str]:
-    cases: list[Refusal] = [
-        ({"columns": 0}, "columns must be a whole number from 1 to 2**40, got 0"),
-        ({"dtype": torch.int32}, "dtype must be bf16, fp16 or fp32, got torch.int32"),
-        ({"batch": 5}, "batch must be a multiple of 2 ranks"),
-        ({"batch": (1,)}, "batch must be 2 counts >= 0, got (1,)"),
-        ({"batch": (-1, 3)}, "batch must be 2 counts >= 0, got (-1, 3)"),
-        ({"turns": 1}, "turns must be a whole number from 2 to 1024, got 1"),
-    ]
-    base: dict[str, Any] = {"columns": 8, "dtype": torch.float32, "batch": 600}
-    other = {"columns": 8 + 8 * rank}, "columns must be equal on all ranks, 8 as on rank 0, got 16"
-    return wrongly_refused(cp.PooledOutputs, base, [*cases, other])
 
 
 @on_ranks(2)
@@ -604,7 +573,7 @@ def counted(rank: int, ranks: int, tables: int, plan: str) -> tuple[int, int]:
 @pytest.mark.parametrize("plan", ["serial", "fused"])
 def test_a_warm_call_runs_few_functions(pool: RankPool, plan: str):
     """As many with any number of tables; on GPUs run, follow and, of fused, in_turn are more."""
-    few, many = (pool.run(counted, 2, n, plan, timeout_s=60) for n in (2, 24))
+    few, many = (pool.run(counted, 2, n, plan, timeout_s=60) for n in (2, 7))
     assert few == many
     for calls, modules in few:
         executor = 2 + (plan == "fused")

@@ -94,7 +94,7 @@ def test_gradients_have_the_bits_of_one_slice(rank: int, ranks: int, sparse: boo
         assert all(map(torch.equal, gradients(count), whole))
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("optimizer", [cnn.SGD(0.1), cnn.RowWiseAdagrad(0.1)], ids=str)
 @on_ranks(2, 3)

@@ -26,7 +26,7 @@ def even(ranks: int, local: int, count: int) -> Lists:
 
 
 @pytest.mark.shows("all_to_all_matmul matmul_all_to_all", "forward", "bf16 fp32")
-@pytest.mark.drawn(11)
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize(
     ("ranks", "local"), [(1, 1), (1, 3), (2, 1), (2, 3), (3, 2), (4, 1), (4, 2), (4, 3)]

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from drawing import Draw
 from on_ranks import on_ranks
 
 import counterpoint as cp
@@ -36,6 +37,7 @@ def test_all_families_are_taken_somewhere():
     assert found == {"serial", "fused", "grouped"}
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("sizes", SIZES)
 def test_counts_that_differ_take_as_long_or_longer(op: str, sizes: Any):
@@ -80,8 +82,8 @@ def test_on_a_mesh_experts_are_exchanged_in_groups_and_a_single_one_in_chunks():
 @pytest.mark.parametrize("counts", ["device", "device_routed"])
 @pytest.mark.parametrize("by", ["model", "rule"])
 @pytest.mark.parametrize("op", OPS)
-def test_the_libraries_would_wait_for_the_host(op: str, by: Any, counts: Any):
-    for sizes in SIZES:
+def test_the_libraries_would_wait_for_the_host(op: str, by: Any, counts: Any, draw: Draw):
+    for sizes in draw(SIZES, 2):
         choice = cp.choose(problem_of(op, sizes, counts), MACHINE, by=by)
         assert choice.spec == "fused" and choice.plan.family == "fused"
         (serial,) = (c for c in choice.table if c.spec == "serial")
@@ -101,6 +103,7 @@ def test_one_kernel_expects_fewer_rows_of_tokens_on_the_way(op: str):
     assert times == sorted(times, reverse=True) and times[-1] < times[0]
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("counts", ["equal", "host", "device", "device_routed"])
 @pytest.mark.parametrize("op", OPS)
 def test_one_kernel_is_a_plan_that_is_proved_and_priced(op: str, counts: Any):

@@ -20,7 +20,7 @@ SUMS = ((4, 3), (4, 1), (0, 3), (4, 0))  # tokens, and rows of each
 
 
 @pytest.mark.shows("all_to_all_matmul matmul_all_to_all", "forward, backward", "fp16 fp32")
-@pytest.mark.drawn(6)
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("known_on", ["host", "device"])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_compiled_with_lists(rank: int, ranks: int):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # inductor's own imports warn
         traced = torch.compile(layer, backend="aot_eager", fullgraph=True)
-        for name in ("uneven", "even", "sparse"):
+        for name in ("uneven", "sparse"):
             tensors, counts = of_layer(rank, ranks, name)
             got, want = (gradients(fn, tensors, counts) for fn in (traced, layer))
             torch.testing.assert_close(got, want)

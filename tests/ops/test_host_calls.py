@@ -84,6 +84,7 @@ def as_on_gpu(
     return code
 
 
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize(
     ("op", "plan"),
     [
@@ -131,6 +132,7 @@ def test_a_warm_call_runs_few_functions_of_ours(
     return problems
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("known", ["host", "device"])
 @pytest.mark.parametrize(
     ("op", "sums"),

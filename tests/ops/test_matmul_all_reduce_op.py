@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from on_ranks import on_ranks
 from rank_bodies import by_reference
-from refusals import Refusal, wrongly_refused
 
 import counterpoint as cp
 
@@ -96,18 +95,3 @@ def test_known_norms_that_differ_are_told(rank: int, ranks: int):
     with pytest.raises(cp.InputError, match=r"eps must be equal on all ranks, 0\.1 as on rank 0"):
         for eps in (0.1, 0.1) if rank == 0 else (0.2, 0.2):
             call(eps)
-
-
-@on_ranks(2)
-def test_what_the_norm_refuses(rank: int, ranks: int) -> list[str]:
-    x, w, r, g = torch.randn(2, 4), torch.randn(4, 3), torch.randn(2, 3), torch.ones(3)
-    cases: list[Refusal] = [
-        ({"residual": r[:1]}, "residual must be (2, 3), got (1, 3)"),
-        ({"norm_weight": r}, "norm_weight must be [N=3], got (2, 3)"),
-        ({"residual": r.double()},
-         "residual must be torch.float32 on cpu as x, got torch.float64 on cpu"),
-        ({"eps": "small"}, "eps must be a number >= 0, got small"),
-        ({"norm_weight": 1.0}, "norm_weight must be a Tensor, got float"),
-    ]  # fmt: skip
-    base: dict[str, Any] = {"x": x, "w": w, "residual": r, "norm_weight": g}
-    return wrongly_refused(cp.matmul_all_reduce_rms_norm, base, cases, exact=True)

@@ -20,7 +20,7 @@ from counterpoint.plan.bind import BoundStep, Box
 
 
 @pytest.mark.shows("exchange_routes", "forward, backward", "fp32")
-@pytest.mark.drawn(5)
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("name", CHOICES)
 @pytest.mark.parametrize("known", ["host", "room", "drop"])
 @pytest.mark.parametrize(("ranks", "size"), [(2, 2), (4, 4), (4, 2), (3, 1), (6, 3)])
@@ -78,7 +78,7 @@ def test_sums_are_in_fp32(rank: int, ranks: int):
         assert ((got - each.sum(1)).abs() <= bound).all()
 
 
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("name", CHOICES)
 @pytest.mark.parametrize(("size", "known"), [(2, "host"), (2, "device"), (1, "device")])
 @on_ranks(4)
@@ -130,7 +130,7 @@ def test_a_plan_of_ones_own_is_for_tokens_of_any_number_of_experts(rank: int, ra
             assert torch.equal(cp.all_to_all_matmul(x, w, counts=routes, plan=plan), want)
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("name", ["uniform", "zipf"])
 @on_ranks(2, 4, 8)
 def test_a_token_goes_to_another_rank_once(rank: int, ranks: int, name: str) -> list[str]:

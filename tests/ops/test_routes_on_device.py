@@ -21,7 +21,7 @@ from counterpoint.group.workspace import workspace_of
 from counterpoint.run.fused import fused_memory
 
 
-@pytest.mark.drawn(5)
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("name", [*CHOICES, "no tokens"])
 @pytest.mark.parametrize(
     ("ranks", "size", "known"), [(2, 2, "room"), (2, 2, "drop"), (4, 2, "room"), (4, 1, "room")]

@@ -195,18 +195,19 @@ def _odd(dys: list[Tensor]) -> list[Tensor]:
     return [[odd for _, odd in ways_to_lie(dy)][-2 if dy.dim() else 0] for dy in dys]
 
 
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("name", CALLS)
 @on_ranks(2)
 def test_any_strides(rank: int, ranks: int, name: str, draw: Draw) -> list[str]:
     os.environ["COUNTERPOINT_TIMEOUT_S"] = "20"  # of a rank that has raised
     call, made = CALLS[name]
     wrong: list[str] = []
-    for sizes in draw(SIZES, 2):
+    for sizes in draw(SIZES, 1):
         wrong += compared(name, call, made(*sizes), rank, trains=True)
     return wrong
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("name", SCALED)
 @on_ranks(2)
 def test_any_strides_with_scales(rank: int, ranks: int, name: str) -> list[str]:

@@ -20,7 +20,7 @@ from counterpoint.problem import Activation, Problem, Scales
 NAMES = [name for name in get_args(Activation) if name]
 
 
-@pytest.mark.drawn(5)
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("scales", ["", "tensor", "row", "block"])
 @pytest.mark.parametrize("activation", NAMES)
 def test_every_family_is_proved_or_says_what_it_wants(activation: Activation, scales: Scales):

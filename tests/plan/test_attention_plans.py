@@ -2,8 +2,10 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 
 import pytest
+from drawing import Draw
 from plan_cases import ATTENTION, make_problem, prove, prove_or_refuse, specs
 from plan_simulator import simulate
 
@@ -16,6 +18,7 @@ from counterpoint.plan.validate import validate
 from counterpoint.problem import Problem
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("op", ATTENTION)
 def test_causal_plans_are_right(op: str, ranks: int):
@@ -26,16 +29,20 @@ def test_causal_plans_are_right(op: str, ranks: int):
             assert plan is None or simulate(plan, seed=rows), spec
 
 
+# of each, keys, and queries to a key
+HEADS = ((1, 2, 3), (2, 4, 1), (2, 3, 2), (1, 1, 2), (2, 17, 1))
+
+
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_plans_by_heads_are_right(ranks: int):
+def test_plans_by_heads_are_right(ranks: int, draw: Draw):
     """Of heads that are as many in each part, or not; of several queries to a key."""
-    for dim, key_heads, grouped in ((1, 2, 3), (2, 4, 1), (2, 3, 2), (1, 1, 2), (2, 17, 1)):
-        for rows in (1, 3):
-            cols = key_heads * dim
-            problem = Problem(ATTENTION[1], rows * ranks, grouped * cols, cols, ranks, head_dim=dim)
-            for spec in ("by_heads", "by_heads chunks=3", "by_heads chunks=8"):
-                assert simulate(prove(problem, spec), seed=rows), spec
+    specs = "by_heads", "by_heads chunks=3", "by_heads chunks=8"
+    for heads, rows, spec in draw([*product(HEADS, (1, 3), specs)], 10):
+        dim, key_heads, grouped = heads
+        cols = key_heads * dim
+        problem = Problem(ATTENTION[1], rows * ranks, grouped * cols, cols, ranks, head_dim=dim)
+        assert simulate(prove(problem, spec), seed=rows), spec
 
 
 def test_heads_that_are_not_those_of_the_keys_are_refused():
@@ -107,6 +114,7 @@ def wrong(plan: Plan) -> Iterator[tuple[str, Plan]]:
     yield "twice", replace(plan, steps=(*plan.steps[:place], again, *plan.steps[place:]))
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("op", ATTENTION)
 def test_a_block_that_is_wrong_is_refused(op: str, causal: bool):

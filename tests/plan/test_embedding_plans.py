@@ -53,7 +53,7 @@ def test_plans_that_a_graph_replays_are_right(sizes: str):
     cp.validate(cp.build(replace(p, out=False), "fused_after_barrier"))
 
 
-@pytest.mark.drawn(8)
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize("chunks", [1, 2, 3, 8])
 @pytest.mark.parametrize(("islands", "size"), [(2, 1), (2, 2), (2, 3), (3, 2), (4, 1)])
 def test_plans_between_islands_are_right(islands: int, size: int, chunks: int):

@@ -45,6 +45,7 @@ def test_a_weight_is_read_once_and_a_group_by_one_launch(op: str):
         assert [b.step.arg("batch", -1) for b in matmuls] == [0, 0, 1, 1, 1]
 
 
+@pytest.mark.drawn(10)
 @pytest.mark.parametrize("machine", ["h200-4", "mi300x-4"])
 @pytest.mark.parametrize("counts", ["equal", "host"])
 @pytest.mark.parametrize(("experts", "spec"), [(1, "grouped 1 chunks=4"), (3, "grouped 2/1"),

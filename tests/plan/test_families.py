@@ -64,7 +64,7 @@ def problem_of(op: str, shape: str, ranks: int, **options: object) -> Problem:
     return make_problem(op, sum(mine), n, k, ranks, rows=mine, **options)
 
 
-@pytest.mark.drawn(64)
+@pytest.mark.drawn(40)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("shape", SHAPES)
@@ -79,7 +79,7 @@ def test_every_family_is_right(op: str, ranks: int, shape: str):
             prove_or_refuse(case, spec)
 
 
-@pytest.mark.drawn(24)
+@pytest.mark.drawn(14)
 @pytest.mark.parametrize(("ranks", "islands"), [(2, 2), (4, 2), (6, 3), (6, 2)])
 @pytest.mark.parametrize("op", OPS)
 def test_every_family_is_right_on_islands(op: str, ranks: int, islands: int):
@@ -94,7 +94,7 @@ def test_every_family_is_right_on_islands(op: str, ranks: int, islands: int):
                 prove_or_refuse(case, spec)
 
 
-@pytest.mark.drawn(8)
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("shape", ["even", "unequal"])
 def test_every_family_is_right_on_eight_ranks(op: str, shape: str):
@@ -179,14 +179,14 @@ def cases(draw: st.DrawFn) -> tuple[Problem, str]:
 
 
 @given(cases())
-@settings(max_examples=150)
+@settings(max_examples=60)
 def test_random_problems_and_specs_are_right(case: tuple[Problem, str]):
     plan = prove_or_refuse(*case)
     if plan is not None and 0 < case[0].flop + case[0].link_bytes < 2e5 and not case[0].empty:
         assert simulate(plan, seed=case[0].n)
 
 
-@pytest.mark.drawn(16)
+@pytest.mark.drawn(10)
 @pytest.mark.parametrize("splits", [(17, 0), (0, 2, 15), (9, 8), (17,)], ids=str)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("op", [AG, RS, AG_WGRAD, AG_BACKWARD])
@@ -251,17 +251,6 @@ def test_every_grouping_of_four_ranks_is_right(groups: tuple[int, ...]):
     alone = groups[0] == 1
     assert lane_of(plan, "copy") == [f"dx_push_{d}" for d in (1, 2, 3)] + ["keep"] * alone
     assert ("dx_keep" in lane_of(plan, "compute")) == (not alone)
-
-
-@pytest.mark.drawn(5)
-@pytest.mark.parametrize("op", OPS)
-def test_steps_name_each_predecessor_once(op: str):
-    for shape in ("primes", "even"):
-        case = problem_of(op, shape, 4)
-        for spec in specs(case):
-            if plan := prove_or_refuse(case, spec):
-                edges = [(step.name, name) for step in plan.steps for name in step.after]
-                assert len(set(edges)) == len(edges)
 
 
 @pytest.mark.parametrize("op", [AG, RS, RS_BACKWARD])

@@ -30,6 +30,7 @@ def plans(op: str, ranks: int) -> list[Plan]:
     return found
 
 
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 @pytest.mark.parametrize("op", OPS)
 def test_families_are_proved_and_sum_in_the_order_of_ranks(op: str, ranks: int):

@@ -107,6 +107,7 @@ def test_they_run_on_ranks(rank: int, ranks: int):
         torch.testing.assert_close(got, cp.matmul_reduce_scatter(rows, w, plan="serial"))
 
 
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize("name", NAMES)
 @on_ranks(2, 4)
 def test_uneven_rows_run_on_ranks(rank: int, ranks: int, name: str) -> list[str]:

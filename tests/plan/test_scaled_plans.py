@@ -18,7 +18,7 @@ from counterpoint.problem import Problem, Scales
 KINDS: tuple[Scales, ...] = ("tensor", "row", "block")
 
 
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("op", [AG, RS, AR])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_family_is_proved_or_says_what_it_wants(op: str, kind: Scales):

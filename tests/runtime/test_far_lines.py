@@ -135,7 +135,7 @@ def test_a_silent_rank_that_is_behind_is_named(rank: int, ranks: int):
         assert "silent for" in error and "dead" in error
 
 
-@on_ranks(2, 3)
+@on_ranks(3)
 def test_a_rank_that_leaves_after_its_last_call_has_made_it(rank: int, ranks: int):
     """At once, before its watchdog has shown that call; the others go on for long."""
     with apart(1.0) as (board, watchdog):

@@ -15,7 +15,7 @@ def collected(rank: int, ranks: int) -> int:
     return gc.collect()
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("number", range(12), ids=lambda n: f"{n} {tuple(KINDS)[n % len(KINDS)]}")
 def test_every_survivor_names_who_failed_in_time(pool: RankPool, number: int):
     # groups of earlier tests end now, or the pool makes new ranks: in two of some 20 runs a rank
@@ -25,6 +25,7 @@ def test_every_survivor_names_who_failed_in_time(pool: RankPool, number: int):
     assert problems_of(trial_of(number), pool) == []
 
 
+@pytest.mark.apart("make faults")
 def test_trials_at_a_time_whose_ranks_all_end():
     """As on GPUs, where no survivor goes on; each has a row."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

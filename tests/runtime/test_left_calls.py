@@ -34,7 +34,7 @@ def trials() -> RankPool:
         yield pool  # type: ignore[misc]
 
 
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("seed", range(20))
 def test_a_call_that_is_left_at_some_line(trials: RankPool, seed: int):
     """As many of each call, kind and age; `make interrupts` has more of them."""
@@ -84,13 +84,14 @@ LINES = [
 ]  # fmt: skip
 
 
-@pytest.mark.drawn(5)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(("file", "line"), LINES)
 def test_a_group_whose_making_is_interrupted(trials: RankPool, file: str, line: int):
     """The other rank may have its part by then: it hears who has left, as that rank does."""
     assert trials.run(making, 2, file, line) == [[], []]
 
 
+@pytest.mark.apart("make test-all")
 def test_a_trial_sees_calls_that_pair_with_others(
     trials: RankPool, monkeypatch: pytest.MonkeyPatch
 ):
@@ -110,6 +111,7 @@ def unpoisoned(rank: int, ranks: int, trial: Trial) -> list[str]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(notice_board.NoticeBoard, "end", lambda *_, **__: None)
+        patch.setenv("COUNTERPOINT_TIMEOUT_S", "4")  # of a call that no other pairs with
         return suffer(rank, ranks, trial)
 
 

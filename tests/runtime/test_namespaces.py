@@ -18,18 +18,19 @@ HEADERS = 1.25  # of large messages over TCP, a barrier, and a word a second whi
 
 
 @pytest.mark.drawn(1)
+@pytest.mark.parametrize(("flat", "blocks"), [(False, 2), (True, 4)])
 @pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter"])
-def test_what_goes_to_another_island_goes_once(op: str):
+def test_what_goes_to_another_island_goes_once(op: str, flat: bool, blocks: int):
     """Of two islands of two, each rank sends one block; flat, one for each rank over there."""
     rows, columns = 64, 4096
     shape = (rows, 8, columns) if op == "all_gather_matmul" else (4 * rows, columns, 8)
     block = 4 * rows * columns
-    for flat, blocks in ((False, 2), (True, 4)):
-        job = Job("benchmarks.islands:operator", args=(op, *shape, "islands chunks=2"), flat=flat)
-        for found in run(job):
-            assert blocks * block < found["sent"] < HEADERS * blocks * block
+    job = Job("benchmarks.islands:operator", args=(op, *shape, "islands chunks=2"), flat=flat)
+    for found in run(job):
+        assert blocks * block < found["sent"] < HEADERS * blocks * block
 
 
+@pytest.mark.apart("make islands")
 def test_pooled_rows_go_to_another_island_once():
     """As many bytes as of any plan, by rails; against gloo's results."""
     rows = 2 * island_bags.BAGS // 2 * island_bags.TABLES * island_bags.COLUMNS * 4

@@ -99,15 +99,8 @@ def test_run_on_ranks_in_a_notebook():
     before = "a = torch.randn(500, 500, requires_grad=True)\n(a @ a).sum().backward()\n"
     calls = "print(cp.run_on_ranks(work, 5))\nprint(cp.run_on_ranks(lambda d: d.type, ranks=1))\n"
     refused = f"try: {FAILS}\nexcept cp.CounterpointError as error: print(error)"
-    said = python("-c", WORK + before + calls + refused)
-    assert said.splitlines()[:4] == [SAID, "['cpu']", "run_on_ranks: fail failed",
-                                     "--- rank 1 raised"]  # fmt: skip
-    assert "in fail\nValueError: no shard" in said
-
-
-def test_ranks_of_a_notebook_write_whole_lines():
-    """There each piece of a line that print writes goes its own way."""
-    out = """
+    # there each piece of a line that print writes goes its own way
+    pieces = """
 class Pieces(io.TextIOBase):
     def write(self, s):
         os.write(1, f"<{s}>".encode())
@@ -117,25 +110,26 @@ def say(device):
     print("rank", dist.get_rank())
     print("end", end="")
 
+sys.stdout.flush()
 sys.stdout = Pieces()
 cp.run_on_ranks(say, ranks=1)
+torch.cuda.is_initialized = lambda: True
+try:
+    cp.run_on_ranks(work, 5)
+except cp.UnsupportedError as error:
+    os.write(1, str(error).encode())
 """
-    assert python("-c", f"import io{WORK}{out}") == "<rank 0\n><end>"
+    said = python("-c", f"import io{WORK}{before}{calls}{refused}{pieces}")
+    assert said.splitlines()[:4] == [SAID, "['cpu']", "run_on_ranks: fail failed",
+                                     "--- rank 1 raised"]  # fmt: skip
+    assert "in fail\nValueError: no shard" in said
+    assert "<rank 0\n><end>run_on_ranks: this notebook has used its GPU" in said
 
 
-def test_run_on_ranks_refuses_a_notebook_that_has_used_its_gpu():
-    code = "torch.cuda.is_initialized = lambda: True\ncp.run_on_ranks(work, 5)"
-    said = python_of(1, "-c", WORK + code).stderr
-    assert "UnsupportedError: run_on_ranks: this notebook has used its GPU" in said
-
-
-def test_run_on_ranks_of_a_script_and_of_torchrun(tmp_path: Path):
+def test_run_on_ranks_of_torchrun(tmp_path: Path):
     script = tmp_path / "script.py"
     guarded = f"    print(cp.run_on_ranks(work, 5), flush=True)\n    {FAILS}\n"
     script.write_text(f'{WORK}if __name__ == "__main__":\n{guarded}')
-    alone = python_of(1, str(script))
-    assert alone.stdout.strip() == SAID
-    assert "CounterpointError: run_on_ranks: fail failed\n--- rank 1 raised" in alone.stderr
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     ranks = python_of(1, *torchrun, str(script), OMP_NUM_THREADS="1")
     assert ranks.stdout.count(SAID) == 2
@@ -144,24 +138,24 @@ def test_run_on_ranks_of_a_script_and_of_torchrun(tmp_path: Path):
 
 def test_run_on_ranks_of_a_script_that_calls_it_when_it_is_imported(tmp_path: Path):
     script = tmp_path / "script.py"
-    script.write_text(f"{WORK}cp.run_on_ranks(work, 5)\n")
+    script.write_text(f"{WORK}cp.run_on_ranks(work, 5, ranks=1)\n")
     said = python_of(1, str(script)).stderr
     assert 'put the call behind `if __name__ == "__main__":`' in said
 
 
 def test_ctrl_c_leaves_no_process(tmp_path: Path):
     script = tmp_path / "script.py"
-    script.write_text(f'{WORK}if __name__ == "__main__":\n    cp.run_on_ranks(sleep)\n')
+    script.write_text(f'{WORK}if __name__ == "__main__":\n    cp.run_on_ranks(sleep, ranks=1)\n')
     process = subprocess.Popen(
         [sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env=os.environ | {"PYTHONPATH": ":".join(sys.path)}, start_new_session=True,
     )  # fmt: skip
     assert process.stdout is not None
-    pids = [int(process.stdout.readline()) for _ in range(2)]
+    pid = int(process.stdout.readline())
     os.killpg(process.pid, signal.SIGINT)
     _, said = process.communicate(timeout=600)
-    assert [describe_process(pid) for pid in pids] == [f"pid {pid} is dead" for pid in pids]
-    # the ranks say nothing
+    assert describe_process(pid) == f"pid {pid} is dead"
+    # the rank says nothing
     assert said.count("Traceback") == said.count("KeyboardInterrupt") == 1
 
 

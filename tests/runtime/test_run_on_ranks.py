@@ -45,10 +45,6 @@ def one(act: str) -> str:
 
 # the code of a script, and what its error says
 SCRIPTS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "no guard": (
-        RUN % "work",
-        (" raised", 'put the call behind `if __name__ == "__main__":`'),
-    ),
     "no guard, a function of another module": (
         RUN % "os.getpid",
         (" raised", 'put the call behind `if __name__ == "__main__":`'),
@@ -127,7 +123,7 @@ def of_session(session: int) -> list[int]:
     return found
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_what_goes_wrong_is_told(tmp_path: Path, name: str):
     code, wants = SCRIPTS[name]

@@ -48,7 +48,7 @@ def step(model: Dlrm, gpus: int, samples: int, nic: float = 50e9, **options: Any
     return DlrmStep(model, Layout(dp=gpus, micro_batch=samples), network, options["overlap"])
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(MODELS, GPUS, st.integers(1, 2**14), st.floats(1.5e9, 4e11), NODES)
 def test_ideal_ours_none_and_the_bound(
     model: Dlrm, gpus: int, samples: int, nic: float, machine: str
@@ -64,7 +64,7 @@ def test_ideal_ours_none_and_the_bound(
     assert found.hidden_s <= min(found.lookup_s, found.serial_s - found.lookup_s) + 1e-12
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(MODELS, GPUS, st.integers(1, 2**14), st.floats(1, 8), st.sampled_from(["none", "ideal"]))
 def test_more_bandwidth_is_never_slower(
     model: Dlrm, gpus: int, samples: int, factor: float, overlap: Any
@@ -76,7 +76,7 @@ def test_more_bandwidth_is_never_slower(
         assert faster.run()[1].seconds <= slow_s * (1 + 1e-9)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=15)
 @given(st.sampled_from([DCN, PAPER]), GPUS, st.floats(1, 64), st.integers(6, 12))
 def test_a_faster_nic_is_never_slower_with_our_plans(
     model: Dlrm, gpus: int, factor: float, power: int
