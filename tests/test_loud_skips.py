@@ -18,7 +18,7 @@ def test_islands_that_cannot_have_namespaces_are_skipped_loudly(tmp_path: Path):
     """As errors of warnings are: a run without namespaces passes, and says what it left out."""
     (tmp_path / "no_namespaces.py").write_text(PLUGIN)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p",
-               "no_namespaces", "tests/runtime/test_namespaces.py"]  # fmt: skip
+               "no_namespaces", "tests/group/test_namespaces.py"]  # fmt: skip
     paths = [str(tmp_path), *(str(ROOT / folder) for folder in ("src", "tests", "."))]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)

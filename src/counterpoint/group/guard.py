@@ -23,9 +23,9 @@ from counterpoint.errors import CounterpointError
 from counterpoint.group.guard_board import GuardBoard, where_main_stands
 from counterpoint.group.guard_seams import Seams
 from counterpoint.group.ranks import check_group
-from counterpoint.group.watchdog import PERIOD_S
 from counterpoint.group.workspace import bound_of
 
+PERIOD_S = 0.05  # from one look at all notes to the next
 GRACE_S = 5.0  # for the main thread to come to its next collective, while it does not move
 CAUSE_S = 1.0  # for the cause of an error to be seen: a rank may be about to end
 

@@ -12,11 +12,11 @@ from counterpoint.gpu.delay import Delay
 from counterpoint.gpu.driver import Copy
 from counterpoint.gpu.green import green_stream
 from counterpoint.group.ranks import describe_process
-from counterpoint.group.watchdog import Watchdog
 from counterpoint.group.workspace import Workspace, refuse_capture
 from counterpoint.plan.bind import Arrival, Program
 from counterpoint.run.replay import Replays
 from counterpoint.run.tables import Tables
+from counterpoint.run.watchdog import Watchdog
 
 MAX_STEPS = 1 << 12  # of a plan; a fault word holds a program's number and a step's
 MAX_PROGRAMS = 1 << 16  # that are told apart; replayed graphs may hold old ones

@@ -10,13 +10,13 @@ import pytest
 from counterpoint.errors import PeerTimeoutError
 from counterpoint.group.islands import islands_of
 from counterpoint.group.notice_board import Awaited
-from counterpoint.group.watchdog import DEATHS_EVERY, PERIOD_S, Watchdog
 from counterpoint.group.wire import Nccl
 from counterpoint.plan.bind import bind
 from counterpoint.plan.families import build
 from counterpoint.plan.steps import Plan
 from counterpoint.problem import Problem
 from counterpoint.run.lanes_cuda import MAX_STEPS, CudaLanes, awaited_by
+from counterpoint.run.watchdog import DEATHS_EVERY, PERIOD_S, Watchdog
 
 RANK = 1
 

@@ -15,7 +15,7 @@ from counterpoint.errors import CounterpointError, InputError, UnsupportedError
 from counterpoint.group import far_lines, notice_board
 from counterpoint.group.far_lines import PERIOD_S, FarLines
 from counterpoint.group.notice_board import Awaited, NoticeBoard, digest_of
-from counterpoint.group.watchdog import Watchdog
+from counterpoint.run.watchdog import Watchdog
 
 TOLD_S = 20  # of a test that fails
 HERE = Awaited("op", "come", "step")
