@@ -49,10 +49,16 @@ def on_ranks(*worlds: int) -> Callable[[Callable[..., Any]], Any]:
 
 def script(rank: int, ranks: int, path: str, *words: str) -> str:
     """What a rank of the pool prints as `python path *words`, whose run_on_ranks starts none."""
-    from rank_bodies import by_reference
-
     said = io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said), by_reference():
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said):
         patch.setattr(sys, "argv", [path, *words])
         runpy.run_path(path, run_name="__main__")
     return said.getvalue()
+
+
+def script_by_torch(rank: int, ranks: int, path: str, *words: str) -> str:
+    """The same as on a user's CPU ranks: torch stands for our kernels."""
+    from rank_bodies import by_reference
+
+    with by_reference():
+        return script(rank, ranks, path, *words)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from on_ranks import script
+from on_ranks import script_by_torch
 from rank_bodies import by_reference
 from rankpool import RankError, RankPool
 
@@ -33,7 +33,7 @@ def at(name: str) -> str:
 def test_it_trains_as_plain_torch_does(
     pool: RankPool, name: str, ranks: int, options: str, steps: list[int], off: float, learnt: float
 ):
-    said, *_ = pool.run(script, ranks, at(name), *options.split())
+    said, *_ = pool.run(script_by_torch, ranks, at(name), *options.split())
     line = rf"^step +(\d+) of {steps[-1]}   loss ([\d.]+)   plain torch ([\d.]+)$"
     losses = re.findall(line, said, re.MULTILINE)
     assert [int(step) for step, *_ in losses] == steps
@@ -68,7 +68,7 @@ def test_it_trains_as_plain_torch_does(
 )
 def test_other_ranks(pool: RankPool, name: str, ranks: int, options: str):
     """It raises where the losses differ."""
-    first, *_ = pool.run(script, ranks, at(name), "--steps", "2", *options.split())
+    first, *_ = pool.run(script_by_torch, ranks, at(name), "--steps", "2", *options.split())
     assert f"the losses on {ranks} ranks and in plain torch agree" in first
 
 
@@ -97,7 +97,7 @@ def test_tables_that_are_not_trained_show_in_the_loss(pool: RankPool):
 def test_ranks_that_do_not_fit_are_refused(pool: RankPool):
     text = "ExpertParallelMLP: num_experts must be a multiple of the 5 ranks, got 12"
     with pytest.raises(RankError, match=text):
-        pool.run(script, 5, at(EXPERTS))
+        pool.run(script_by_torch, 5, at(EXPERTS))
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("0*.py")), ids=lambda path: path.stem)

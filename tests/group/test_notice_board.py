@@ -280,7 +280,7 @@ def test_a_rank_that_goes_back_from_a_meeting_is_heard(rank: int, ranks: int):
 def test_a_note_that_is_being_written_is_awaited(rank: int, ranks: int):
     place = board()._notes[0]
     if rank == 0:
-        notice_board._write(place, InputError("op", "x", want="right", got="wrong"))
+        notice_board.write_note(place, InputError("op", "x", want="right", got="wrong"))
         half = place[20:40].copy()
         place[20:40] = 0
         dist.barrier()
@@ -288,7 +288,7 @@ def test_a_note_that_is_being_written_is_awaited(rank: int, ranks: int):
         place[20:40] = half
     else:
         dist.barrier()
-        assert "x must be right" in str(notice_board._read(place))
+        assert "x must be right" in str(notice_board.read_note(place))
     dist.barrier()
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import counterpoint
-from counterpoint.operators import IMPLEMENTED, MODULES, WITHOUT_GRADIENT, implementation
+from counterpoint.operators import FAMILIES, IMPLEMENTED, MODULES, WITHOUT_GRADIENT, implementation
 
 LOADED = {"operators", "errors", "lazy", "ops", "ops.declare"}
 
@@ -68,10 +68,10 @@ torch.testing.assert_close(torch.export.load(f"{folder}/model.pt2").module()(x, 
 
 
 def test_every_operator_has_its_code_where_it_is_declared():
-    for package in ("ops", "nn"):
+    for package in ("ops", "nn", *sorted(set(FAMILIES.values()))):
         folder = importlib.import_module(f"counterpoint.{package}").__path__
-        for module in pkgutil.iter_modules(folder):
-            importlib.import_module(f"counterpoint.{package}.{module.name}")
+        for module in pkgutil.walk_packages(folder, f"counterpoint.{package}."):
+            importlib.import_module(module.name)
     assert set(IMPLEMENTED) == set(MODULES)
     for op, module in MODULES.items():
         found = implementation(op)

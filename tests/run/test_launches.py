@@ -52,7 +52,8 @@ class AsLaunched(execute_cpu.CpuCode):
         for first, *rest in batches(program):
             bound = program.steps[first]
             if bound.step.kind == "copy":
-                enqueue = copy_engine.copies(bound, places, [])
+                found = compute.copied_by_call(bound, places)
+                enqueue = copy_engine.copies(bound, places, [], found)
 
                 def copy(o: Operands, enqueue: copy_engine.Enqueue = enqueue) -> None:
                     enqueue(o, 0, False)
@@ -60,7 +61,8 @@ class AsLaunched(execute_cpu.CpuCode):
                 self.actions[first] = [copy]
             elif rest:
                 steps = [program.steps[i] for i in (first, *rest)]
-                self.actions[first] = compute.matmuls(steps, places)
+                own = compute.of_family(steps, places, None)
+                self.actions[first] = own or compute.matmuls(steps, places)
                 for i in rest:
                     self.actions[i] = []
 
