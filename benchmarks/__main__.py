@@ -5,7 +5,7 @@ import sys
 from importlib import import_module
 
 from benchmarks import options
-from counterpoint.cli.loading import loading
+from counterpoint.cli.shared.loading import loading
 from counterpoint.errors import CounterpointError, InputError
 
 HOMES = {"bench": "benchmarks.runner", "evaluate": "benchmarks.evaluate"}

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 import counterpoint as cp
 import counterpoint.nn as cnn
 from benchmarks.embedding_gradient import zipf
-from counterpoint.scale.dlrm import DLRMS, Dlrm
+from counterpoint.scale.recommenders.dlrm import DLRMS, Dlrm
 
 WARM = 11  # backwards of DDP before one is captured, as torch's notes on CUDA graphs ask
 EPS = 1e-4  # of Adagrad: a gradient that is nothing but rounding moves nothing

@@ -22,11 +22,11 @@ from benchmarks.paper_findings import (
 )
 from benchmarks.rows import Row, taken
 from counterpoint import device, presets
-from counterpoint.scale.dlrm import DLRMS
-from counterpoint.scale.dlrm_map import place_of
-from counterpoint.scale.dlrm_step import DlrmStep
-from counterpoint.scale.fabric import Fabric, Network
 from counterpoint.scale.layout import Layout
+from counterpoint.scale.network.fabric import Fabric, Network
+from counterpoint.scale.recommenders.dlrm import DLRMS
+from counterpoint.scale.recommenders.map import place_of
+from counterpoint.scale.recommenders.step import DlrmStep
 
 
 def _spread(shares: Sequence[float]) -> str:

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from benchmarks.rows import rows_of
-from counterpoint.cli.files import check_written, text_of
-from counterpoint.cli.usage import meant
+from counterpoint.cli.shared.files import check_written, text_of
+from counterpoint.cli.shared.usage import meant
 from counterpoint.errors import InputError
 
 NAMES = (

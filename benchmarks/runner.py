@@ -27,7 +27,7 @@ from benchmarks import options, sources
 from benchmarks.choice import forget_tuned
 from benchmarks.declare import Arms, Bench, Benchmark, Call, Case, WrongResultError
 from benchmarks.rows import Row, kind_of
-from counterpoint.cli.launch import nccl_group, too_few_gpus, torchrun, under_torchrun
+from counterpoint.cli.shared.launch import nccl_group, too_few_gpus, torchrun, under_torchrun
 from counterpoint.errors import CounterpointError, InputError
 from counterpoint.measure import record
 from counterpoint.measure.timing import Arm, Times, captured, host_s, rotate

@@ -11,11 +11,11 @@ from math import ceil
 from benchmarks.dlrm import balanced
 from counterpoint.embedding.plan_seconds import READ_RATE, WRITTEN_COST
 from counterpoint.machine import Machine
-from counterpoint.scale.dlrm import DLRMS
-from counterpoint.scale.dlrm_step import DlrmStep
-from counterpoint.scale.fabric import Fabric, Network
 from counterpoint.scale.layout import Layout
+from counterpoint.scale.network.fabric import Fabric, Network
 from counterpoint.scale.operators import ITEM_BYTES, Overlap
+from counterpoint.scale.recommenders.dlrm import DLRMS
+from counterpoint.scale.recommenders.step import DlrmStep
 
 # an index, then the row that it names: two loads, one after the other. The floor "only reading"
 # of embedding-2x-h200.jsonl, of 64 tables one after the other, little to read of each: 92.6 us

@@ -28,10 +28,10 @@ from counterpoint.scale.checked import (
     published,
     recommenders,
 )
-from counterpoint.scale.fabric import Fabric, Network
 from counterpoint.scale.layer import Layers
 from counterpoint.scale.layout import Layout
 from counterpoint.scale.models import Model
+from counterpoint.scale.network.fabric import Fabric, Network
 from counterpoint.scale.operators import Overlap
 
 GPU, RANKS = "h200", 2

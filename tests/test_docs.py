@@ -22,7 +22,7 @@ DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 MOST_WORDS = 11_706  # of all pages together, beside tables, code, quoted texts and the API
 LEAST = 14  # letters by which one finds a text
-SRC = [path for path in sorted((ROOT / "src").rglob("*.py")) if path.parent.name != "cli"]
+SRC = [path for path in sorted((ROOT / "src").rglob("*.py")) if "cli" not in path.parts]
 GENERATED = r"<!-- ([\w-]+):start -->.*?<!-- \1:end -->"
 
 

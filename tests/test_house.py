@@ -19,17 +19,16 @@ ROOT = Path(__file__).parent.parent
 HOUSE = ROOT / "src" / "counterpoint"
 # lines of code of each folder, as they are: a change that needs more says why, and edits this table
 CODE = {
-    ".": 1699, "adapters": 2374, "advice": 1376, "attention": 878, "choose": 630, "cli": 2375,
+    ".": 1699, "adapters": 2374, "advice": 1376, "attention": 878, "choose": 630, "cli": 2381,
     "embedding": 2333, "experts": 5525, "fsdp": 2005, "gpu": 1005, "group": 2852,
     "kernels": 629, "measure": 2096, "model": 666, "nn": 1000, "norms": 931, "ops": 1640,
-    "plan": 2069, "resources": 1429, "run": 2060, "scale": 3051, "schedules": 1003,
+    "plan": 2069, "resources": 1429, "run": 2060, "scale": 3053, "schedules": 1003,
     "tensor_parallel": 2009, "testing": 350,
 }  # fmt: skip
 CODE_OF_BENCHMARKS = 13278
 SLACK = 30  # lines by which a folder may be smaller than its ceiling before that is lowered
 MOST_FILES, MOST_LINES = 20, 400  # of a folder, and of a file
-# what is above: as it is, until it falls
-FILES = {"adapters": 24, "cli": 23, "scale": 26}
+# longer files: as they are, until they fall
 LONG = {
     "fsdp/torch_parts.py": 617, "group/notice_board.py": 876, "group/ranks.py": 494,
     "group/workspace.py": 513, "measure/draw.py": 415, "nn/linear.py": 441, "ops/call.py": 600,
@@ -123,7 +122,7 @@ def test_no_folder_has_more_code_than_it_had():
 
 def test_a_folder_has_few_files_and_a_file_few_lines():
     counted = Counter(str(Path(file).parent) for file in files())
-    assert {f: n for f, n in counted.items() if n > MOST_FILES} == FILES
+    assert not {f: n for f, n in counted.items() if n > MOST_FILES}
     lines = {file: len(path.read_text().splitlines()) for file, path in files().items()}
     long = {file: n for file, n in lines.items() if n > MOST_LINES}
     assert {file: n for file, n in long.items() if n > LONG.get(file, 0)} == {}

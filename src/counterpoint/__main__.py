@@ -4,7 +4,7 @@ import os
 import sys
 from io import TextIOWrapper
 
-from counterpoint.cli.loading import loading
+from counterpoint.cli.shared.loading import loading
 
 
 def main() -> None:

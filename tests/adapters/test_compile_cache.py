@@ -21,8 +21,8 @@ from torch._inductor.utils import fresh_cache
 
 import counterpoint as cp
 from counterpoint.adapters.compile import LAST
-from counterpoint.adapters.depends_on import facts
 from counterpoint.adapters.explain import Report
+from counterpoint.adapters.graph.depends_on import facts
 from counterpoint.errors import CounterpointWarning, InputError
 
 K, N = 6, 12

@@ -17,8 +17,8 @@ from torch._inductor.utils import fresh_cache
 from torch.nn import functional as F
 
 import counterpoint as cp
-from counterpoint.adapters.activations import dearer
 from counterpoint.adapters.compile import OverlapPass
+from counterpoint.adapters.graph.activations import dearer
 from counterpoint.choose.known import released
 from counterpoint.problem import Problem
 

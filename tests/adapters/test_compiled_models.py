@@ -30,7 +30,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 import counterpoint as cp
 from benchmarks.blocks import DECODE, NAMES, Sizes, made
-from counterpoint.adapters.rewriter import Rewriter
+from counterpoint.adapters.graph.rewriter import Rewriter
 from counterpoint.errors import CounterpointWarning, InputError
 from counterpoint.group.workspace import workspace_of
 
@@ -323,7 +323,7 @@ def test_an_error_of_the_pass_is_said_and_ends_nothing(rank: int, world_size: in
     model, x = mlp(1, world_size, torch.float32)
     overlap = overlap_pass()
     with torch.no_grad(), by_reference(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("counterpoint.adapters.reductions.reduce", broken)
+        patch.setattr("counterpoint.adapters.graph.reductions.reduce", broken)
         with quick(overlap) as backend:
             torch.testing.assert_close(torch.compile(model, backend=backend)(x), model(x))
     (report,) = overlap.reports

@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 
 import counterpoint as cp
-from counterpoint.adapters.axes import cast_to
+from counterpoint.adapters.graph.axes import cast_to
 from counterpoint.errors import CounterpointWarning
 from counterpoint.measure.timing import relative_error
 

@@ -10,7 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 import counterpoint
-from counterpoint.cli import checkout, main
+from counterpoint.cli import main
+from counterpoint.cli.shared import checkout
 
 COMMANDS = ("bench", "evaluate")
 

@@ -27,8 +27,9 @@ from typer.testing import CliRunner
 import counterpoint
 import counterpoint as cp
 from counterpoint.choose.known import Place, save_machine, save_tuned
-from counterpoint.cli import bars, demo, doctor, main
+from counterpoint.cli import demo, doctor, main
 from counterpoint.cli.characterize import table_of
+from counterpoint.cli.shared import bars
 from counterpoint.machine_of import shipped
 from counterpoint.presets import preset
 from counterpoint.problem import Problem

@@ -18,8 +18,8 @@ from rich.console import Console
 import counterpoint as cp
 from benchmarks.rows import rows_of
 from counterpoint.choose.choice import Candidate
-from counterpoint.cli import launch
 from counterpoint.cli import tune as command
+from counterpoint.cli.shared import launch
 from counterpoint.measure import tune as measuring
 from counterpoint.measure.shapes import SHAPES
 

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from counterpoint.cli import warmup
 from counterpoint.cli.main import app
-from counterpoint.cli.problems import numbers
+from counterpoint.cli.shared.problems import numbers
 from counterpoint.cli.warmup import layers_of
 from counterpoint.errors import InputError
 

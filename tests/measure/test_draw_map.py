@@ -9,11 +9,11 @@ from counterpoint.errors import InputError
 from counterpoint.measure import canvas
 from counterpoint.measure.draw_map import RATIOS, SHARES, draw_map
 from counterpoint.presets import preset
-from counterpoint.scale.dlrm import DLRMS
-from counterpoint.scale.dlrm_map import PAPER_SAVING, Map, map_of, saving
-from counterpoint.scale.dlrm_step import DlrmStep
-from counterpoint.scale.fabric import Fabric, Network
 from counterpoint.scale.layout import Layout
+from counterpoint.scale.network.fabric import Fabric, Network
+from counterpoint.scale.recommenders.dlrm import DLRMS
+from counterpoint.scale.recommenders.map import PAPER_SAVING, Map, map_of, saving
+from counterpoint.scale.recommenders.step import DlrmStep
 
 
 @pytest.fixture(scope="module")

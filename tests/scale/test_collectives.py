@@ -8,14 +8,14 @@ from hypothesis import strategies as st
 
 from counterpoint.errors import InputError
 from counterpoint.presets import preset
-from counterpoint.scale.collectives import (
+from counterpoint.scale.network.collectives import (
     Link,
     all_to_all_s,
     message_s,
     ring_all_gather_s,
     ring_all_reduce_s,
 )
-from counterpoint.scale.fabric import Fabric, Group, Network
+from counterpoint.scale.network.fabric import Fabric, Group, Network
 
 GIB, NS = 2**30, 1e-9
 SWITCH = Link(25 * GIB, 700 * NS, 10 * NS, tick_s=NS)

@@ -12,9 +12,9 @@ import pytest
 from counterpoint.errors import CounterpointError, InputError
 from counterpoint.machine_of import machine_of
 from counterpoint.scale import Layout, Model, memory, predict
-from counterpoint.scale.fabric import Fabric, Network
 from counterpoint.scale.layer import Layers
 from counterpoint.scale.models import MODELS
+from counterpoint.scale.network.fabric import Fabric, Network
 from counterpoint.scale.step import Step
 
 # the fields that count, as published with each checkpoint

@@ -11,17 +11,17 @@ from counterpoint.errors import InputError
 from counterpoint.presets import preset
 from counterpoint.scale import Dlrm, Fabric, Layout, Model, predict
 from counterpoint.scale.checked import MLPERF, recommenders
-from counterpoint.scale.dlrm import DLRMS
-from counterpoint.scale.dlrm_counts import COUNTS
-from counterpoint.scale.dlrm_map import (
+from counterpoint.scale.network.fabric import Network
+from counterpoint.scale.recommenders.counts import COUNTS
+from counterpoint.scale.recommenders.dlrm import DLRMS
+from counterpoint.scale.recommenders.map import (
     PAPER_SAVING,
     map_of,
     ratios_of_training,
     saving,
     share_for,
 )
-from counterpoint.scale.dlrm_step import DlrmStep
-from counterpoint.scale.fabric import Network
+from counterpoint.scale.recommenders.step import DlrmStep
 
 DCN, PAPER = DLRMS["dlrm-dcnv2"], DLRMS["dlrm-paper"]
 NODE = preset("h100-8")

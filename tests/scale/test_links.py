@@ -12,14 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from counterpoint.errors import InputError
-from counterpoint.scale import links
-from counterpoint.scale.collectives import (
+from counterpoint.scale.network import links
+from counterpoint.scale.network.collectives import (
     Link,
     all_to_all_s,
     ring_all_gather_s,
     ring_all_reduce_s,
 )
-from counterpoint.scale.links import (
+from counterpoint.scale.network.links import (
     Dimension,
     Message,
     Topology,

@@ -7,10 +7,10 @@ import pytest
 
 from counterpoint.presets import preset
 from counterpoint.scale import Fabric, Layout, Model, predict
-from counterpoint.scale.fabric import Network
 from counterpoint.scale.layer import Layers
 from counterpoint.scale.memory import CLOSE, Memory, in_flight, stage_bytes, training
 from counterpoint.scale.models import MODELS
+from counterpoint.scale.network.fabric import Network
 from counterpoint.scale.pipeline import Stage, order
 from counterpoint.scale.step import Step
 

@@ -13,13 +13,13 @@ from counterpoint.machine import Machine
 from counterpoint.presets import preset
 from counterpoint.problem import Problem
 from counterpoint.scale import Fabric, Layout, predict
-from counterpoint.scale.dlrm import DLRMS
-from counterpoint.scale.dlrm_step import DlrmStep
-from counterpoint.scale.fabric import MAX_PLANNED, Group, Network
 from counterpoint.scale.layer import Layers
 from counterpoint.scale.models import MODELS
+from counterpoint.scale.network.fabric import MAX_PLANNED, Group, Network
 from counterpoint.scale.operators import OVERLAPS, pair_s, placed
 from counterpoint.scale.parts import Sent
+from counterpoint.scale.recommenders.dlrm import DLRMS
+from counterpoint.scale.recommenders.step import DlrmStep
 
 DEEPSEEK, PAPER = MODELS["deepseek-v3"], DLRMS["dlrm-paper"]
 NETWORK = Network(preset("h200-8"), Fabric())

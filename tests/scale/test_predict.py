@@ -15,9 +15,9 @@ from counterpoint.errors import InputError
 from counterpoint.presets import preset
 from counterpoint.scale import Fabric, Layout, Model, pipeline, predict
 from counterpoint.scale.assumptions import GROUPS, listed
-from counterpoint.scale.fabric import Group, Network
 from counterpoint.scale.layer import Layers
 from counterpoint.scale.models import MODELS
+from counterpoint.scale.network.fabric import Group, Network
 from counterpoint.timeline import Timeline
 
 LLAMA = Layout.on(16384, tp=8, pp=16, virtual_stages=4)

@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 
 from counterpoint.errors import InputError
 from counterpoint.presets import preset
-from counterpoint.scale import Layout, predict, torus
-from counterpoint.scale.collectives import Link
-from counterpoint.scale.fabric import Fabric, Group, Network
-from counterpoint.scale.links import Dimension
-from counterpoint.scale.links import torus as torus_of
+from counterpoint.scale import Layout, predict
+from counterpoint.scale.network import torus
+from counterpoint.scale.network.collectives import Link
+from counterpoint.scale.network.fabric import Fabric, Group, Network
+from counterpoint.scale.network.links import Dimension
+from counterpoint.scale.network.links import torus as torus_of
 
 NODE = preset("h100-8")
 NIC = 0.9 * 50e9

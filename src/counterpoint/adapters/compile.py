@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
-from counterpoint.adapters import find, rewrite
-from counterpoint.adapters.depends_on import facts, uuids_of
 from counterpoint.adapters.explain import Report
-from counterpoint.adapters.retold import Retold, collect
+from counterpoint.adapters.graph import find, rewrite
+from counterpoint.adapters.graph.depends_on import facts, uuids_of
+from counterpoint.adapters.graph.retold import Retold, collect
 from counterpoint.errors import CounterpointWarning, InputError, UnsupportedError
 from counterpoint.group.ranks import group_of
 from counterpoint.log import with_rank

@@ -10,7 +10,7 @@ from typing import Any, cast
 from torch import fx, nn
 from torch._inductor import config as inductor
 
-from counterpoint.adapters.find import Collective
+from counterpoint.adapters.graph.find import Collective
 from counterpoint.errors import InputError
 from counterpoint.group.workspace import Workspace, workspaces
 from counterpoint.ops.auto import not_weighed

@@ -15,12 +15,12 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_symbols
 from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
-from counterpoint.adapters import rewrite
-from counterpoint.adapters.axes import TURNS, VIEWS, Size, value
-from counterpoint.adapters.depends_on import library
 from counterpoint.adapters.explain import Report
-from counterpoint.adapters.find import Collective, apart
-from counterpoint.adapters.rewriter import Rewriter
+from counterpoint.adapters.graph import rewrite
+from counterpoint.adapters.graph.axes import TURNS, VIEWS, Size, value
+from counterpoint.adapters.graph.depends_on import library
+from counterpoint.adapters.graph.find import Collective, apart
+from counterpoint.adapters.graph.rewriter import Rewriter
 from counterpoint.adapters.seams import taken
 from counterpoint.errors import InputError, UnsupportedError
 

@@ -5,9 +5,9 @@ from counterpoint.advice.losses import CAUSES, Losses
 from counterpoint.advice.remedies import LEAST, MECHANISMS, Remedy, nearest
 from counterpoint.advice.words import ms
 from counterpoint.machine import Machine
-from counterpoint.scale.fabric import Fabric
 from counterpoint.scale.layout import Layout
 from counterpoint.scale.models import Model
+from counterpoint.scale.network.fabric import Fabric
 from counterpoint.scale.prediction import predict
 
 # by part of a predicted step: the mechanism of ours that takes it

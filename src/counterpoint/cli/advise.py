@@ -11,15 +11,15 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 
-from counterpoint.cli.files import check_written
-from counterpoint.cli.problems import machine_at
 from counterpoint.cli.serving import show_serving
+from counterpoint.cli.shared.files import check_written
+from counterpoint.cli.shared.problems import machine_at
 from counterpoint.errors import InputError
 from counterpoint.machine import Machine
 from counterpoint.measure.canvas import SUFFIXES
-from counterpoint.scale.dlrm import Dlrm
 from counterpoint.scale.layout import Layout
 from counterpoint.scale.models import model_of
+from counterpoint.scale.recommenders.dlrm import Dlrm
 
 if TYPE_CHECKING:
     from counterpoint.advice.advise import Report

@@ -13,8 +13,14 @@ from rich.console import Console
 from rich.table import Table
 
 from counterpoint.choose.known import Place, save_machine
-from counterpoint.cli.launch import gloo_group, nccl_group, too_few_gpus, torchrun, under_torchrun
-from counterpoint.cli.show import table
+from counterpoint.cli.shared.launch import (
+    gloo_group,
+    nccl_group,
+    too_few_gpus,
+    torchrun,
+    under_torchrun,
+)
+from counterpoint.cli.shared.show import table
 from counterpoint.costs import Costs
 from counterpoint.errors import InputError
 from counterpoint.group.workspace import workspace_of

@@ -24,8 +24,8 @@ from rich.console import Console
 from torch import Tensor
 
 import counterpoint as cp
-from counterpoint.cli import checkout
-from counterpoint.cli.bars import LEGEND, bars
+from counterpoint.cli.shared import checkout
+from counterpoint.cli.shared.bars import LEGEND, bars
 from counterpoint.group.ranks import interrupts_held_back, spawn
 from counterpoint.measure.draw import draw_timeline
 from counterpoint.plan.operation import operation_of

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from counterpoint.cli.doctor import collect
-from counterpoint.cli.launch import under_torchrun
+from counterpoint.cli.shared.launch import under_torchrun
 from counterpoint.errors import InputError
 from counterpoint.group.islands import islands_of, name_of_mine
 from counterpoint.group.ranks import describe_process

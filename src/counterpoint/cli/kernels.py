@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 from counterpoint.cli.doctor import no_gpu
-from counterpoint.cli.launch import under_torchrun
-from counterpoint.cli.problems import Shape, shape_of
+from counterpoint.cli.shared.launch import under_torchrun
+from counterpoint.cli.shared.problems import Shape, shape_of
 from counterpoint.errors import InputError
 from counterpoint.gpu.footprint import Footprint, gemm_tile
 from counterpoint.machine import KIB, MIB

@@ -12,13 +12,13 @@ from typer.core import TyperGroup
 
 from counterpoint import __version__
 from counterpoint.cli.advise import advise
-from counterpoint.cli.files import check_made
-from counterpoint.cli.loading import loading
 from counterpoint.cli.measuring import PASSED_ON, bench, characterize, evaluate, tune
 from counterpoint.cli.occupancy import occupancy
 from counterpoint.cli.plan import plan
 from counterpoint.cli.scale import scale
-from counterpoint.cli.usage import REFUSED, meant, told
+from counterpoint.cli.shared.files import check_made
+from counterpoint.cli.shared.loading import loading
+from counterpoint.cli.shared.usage import REFUSED, meant, told
 from counterpoint.errors import InputError
 from counterpoint.lazy import need
 from counterpoint.problem import DType

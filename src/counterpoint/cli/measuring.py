@@ -5,9 +5,9 @@ from typing import Annotated
 
 import typer
 
-from counterpoint.cli.files import check_written
-from counterpoint.cli.loading import loading
-from counterpoint.cli.problems import M_N_K, wanted
+from counterpoint.cli.shared.files import check_written
+from counterpoint.cli.shared.loading import loading
+from counterpoint.cli.shared.problems import M_N_K, wanted
 from counterpoint.operators import op_names
 from counterpoint.problem import DType
 
@@ -37,7 +37,7 @@ def bench(context: typer.Context) -> None:
 
     **Example:** `counterpoint bench resources --cases "cb cuBLAS" --out rows.jsonl`
     """
-    from counterpoint.cli.checkout import run
+    from counterpoint.cli.shared.checkout import run
 
     raise typer.Exit(run("bench", context.args))
 
@@ -133,6 +133,6 @@ def evaluate(context: typer.Context) -> None:
     chosen by                       scenarios  right  regret   worst  least
     ```
     """
-    from counterpoint.cli.checkout import run
+    from counterpoint.cli.shared.checkout import run
 
     raise typer.Exit(run("evaluate", context.args))

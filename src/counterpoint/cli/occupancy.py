@@ -12,9 +12,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from counterpoint.cli.problems import machine_at
-from counterpoint.cli.show import table
-from counterpoint.cli.usage import meant
+from counterpoint.cli.shared.problems import machine_at
+from counterpoint.cli.shared.show import table
+from counterpoint.cli.shared.usage import meant
 from counterpoint.errors import InputError
 from counterpoint.gpu import occupancy as sm
 from counterpoint.gpu.limits import SmLimits, limits_of

@@ -17,8 +17,8 @@ from counterpoint.choose.by_model import parts_s
 from counterpoint.choose.choice import Candidate, Choice
 from counterpoint.choose.choose import Level, choose
 from counterpoint.choose.gains import MARGINS, MIN_GAIN_S
-from counterpoint.cli.files import check_written
-from counterpoint.cli.problems import (
+from counterpoint.cli.shared.files import check_written
+from counterpoint.cli.shared.problems import (
     M_N_K,
     NORM,
     Beside,
@@ -28,7 +28,7 @@ from counterpoint.cli.problems import (
     op_of,
     problem_of,
 )
-from counterpoint.cli.show import candidates
+from counterpoint.cli.shared.show import candidates
 from counterpoint.costs import NO_TILES
 from counterpoint.machine import MIB, LinkSpec, Machine
 from counterpoint.model.estimate import estimate, predicted_s

@@ -14,10 +14,10 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from counterpoint.cli.files import check_made, check_written
-from counterpoint.cli.problems import machine_at
 from counterpoint.cli.serving import show_serving
-from counterpoint.cli.show import progress, table
+from counterpoint.cli.shared.files import check_made, check_written
+from counterpoint.cli.shared.problems import machine_at
+from counterpoint.cli.shared.show import progress, table
 from counterpoint.errors import InputError
 from counterpoint.measure.canvas import SUFFIXES
 from counterpoint.measure.draw_map import draw_map
@@ -32,14 +32,14 @@ from counterpoint.scale.checked import (
     published,
     recommenders,
 )
-from counterpoint.scale.dlrm import Dlrm
-from counterpoint.scale.dlrm_map import map_of
-from counterpoint.scale.dlrm_step import DlrmStep
-from counterpoint.scale.fabric import Congestion, Fabric, Network
 from counterpoint.scale.layout import Layout, Recompute, Schedule, Sharding
 from counterpoint.scale.models import Model, model_of, names
+from counterpoint.scale.network.fabric import Congestion, Fabric, Network
 from counterpoint.scale.operators import OVERLAPS, Overlap
 from counterpoint.scale.prediction import Prediction, predict
+from counterpoint.scale.recommenders.dlrm import Dlrm
+from counterpoint.scale.recommenders.map import map_of
+from counterpoint.scale.recommenders.step import DlrmStep
 
 NAMES = ", ".join(names())
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
-from counterpoint.cli.show import table
+from counterpoint.cli.shared.show import table
 from counterpoint.machine import Machine
 from counterpoint.scale.operators import OVERLAPS
 from counterpoint.scale.serving import COMMUNICATION, Serving, serve

@@ -13,9 +13,9 @@ from rich.table import Table
 
 from counterpoint.choose.choice import Candidate, Choice
 from counterpoint.choose.known import PLANS, file_of
-from counterpoint.cli.launch import nccl_group, too_few_gpus, torchrun, under_torchrun
-from counterpoint.cli.problems import problem_of
-from counterpoint.cli.show import candidates, progress, us
+from counterpoint.cli.shared.launch import nccl_group, too_few_gpus, torchrun, under_torchrun
+from counterpoint.cli.shared.problems import problem_of
+from counterpoint.cli.shared.show import candidates, progress, us
 from counterpoint.errors import InputError
 from counterpoint.group.ranks import spawn
 from counterpoint.group.workspace import workspace_of

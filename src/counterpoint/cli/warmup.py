@@ -10,9 +10,9 @@ import torch.distributed as dist
 from rich.console import Console
 from torch import Tensor
 
-from counterpoint.cli.launch import nccl_group, too_few_gpus, torchrun, under_torchrun
-from counterpoint.cli.problems import numbers, op_of
-from counterpoint.cli.show import progress, table
+from counterpoint.cli.shared.launch import nccl_group, too_few_gpus, torchrun, under_torchrun
+from counterpoint.cli.shared.problems import numbers, op_of
+from counterpoint.cli.shared.show import progress, table
 from counterpoint.norms.all_reduce_norm import all_reduce_layer_norm, all_reduce_rms_norm
 from counterpoint.norms.matmul_all_reduce_norm import (
     matmul_all_reduce_layer_norm,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from counterpoint.measure import canvas
 from counterpoint.measure.canvas import DARK, LIGHT, Look, Theme
-from counterpoint.scale.dlrm_map import (
+from counterpoint.scale.recommenders.map import (
     PAPER_SAVING,
     RATES,
     Map,

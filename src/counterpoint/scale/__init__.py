@@ -9,17 +9,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from counterpoint.scale.dlrm import Dlrm
-    from counterpoint.scale.fabric import Fabric
     from counterpoint.scale.layout import Layout
     from counterpoint.scale.memory import Memory
     from counterpoint.scale.models import Model
+    from counterpoint.scale.network.fabric import Fabric
     from counterpoint.scale.prediction import Prediction, predict
+    from counterpoint.scale.recommenders.dlrm import Dlrm
     from counterpoint.scale.serving import Serving, serve
 
 _HOME = {
-    "Dlrm": "scale.dlrm",
-    "Fabric": "scale.fabric",
+    "Dlrm": "scale.recommenders.dlrm",
+    "Fabric": "scale.network.fabric",
     "Layout": "scale.layout",
     "Memory": "scale.memory",
     "Model": "scale.models",

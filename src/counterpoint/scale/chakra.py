@@ -17,8 +17,8 @@ from functools import cached_property
 from pathlib import Path
 
 from counterpoint.errors import InputError
-from counterpoint.scale.fabric import Group
 from counterpoint.scale.layout import Layout
+from counterpoint.scale.network.fabric import Group
 from counterpoint.scale.parts import Collective, Parts, Sent
 from counterpoint.scale.pipeline import Event
 from counterpoint.scale.step import Stages

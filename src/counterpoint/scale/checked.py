@@ -10,12 +10,12 @@ from math import exp, log, sqrt
 from typing import Any, NamedTuple
 
 from counterpoint.presets import preset
-from counterpoint.scale.dlrm import DLRMS
-from counterpoint.scale.fabric import Fabric
 from counterpoint.scale.layout import Layout
 from counterpoint.scale.models import Model
+from counterpoint.scale.network.fabric import Fabric
 from counterpoint.scale.operators import Overlap
 from counterpoint.scale.prediction import predict
+from counterpoint.scale.recommenders.dlrm import DLRMS
 
 BAND_SDS = 2  # of the logarithms of simulated over reported
 

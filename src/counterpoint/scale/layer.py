@@ -11,9 +11,9 @@ from functools import cached_property, partial
 from counterpoint.machine import Machine
 from counterpoint.problem import Counts, Problem
 from counterpoint.scale import constants
-from counterpoint.scale.fabric import Group, Network
 from counterpoint.scale.layout import Layout
 from counterpoint.scale.models import Model
+from counterpoint.scale.network.fabric import Group, Network
 from counterpoint.scale.operators import ITEM_BYTES, Overlap, between, pair_s, placed, sent
 from counterpoint.scale.parts import Both, Collective, Parts, Sent
 

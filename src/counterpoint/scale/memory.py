@@ -14,11 +14,11 @@ from typing import Any, get_args
 from counterpoint.errors import InputError
 from counterpoint.machine import Machine
 from counterpoint.scale import constants
-from counterpoint.scale.dlrm import Dlrm
-from counterpoint.scale.fabric import Fabric, Network
 from counterpoint.scale.layer import Layers
 from counterpoint.scale.layout import MAX_GPUS, Layout, Recompute
 from counterpoint.scale.models import Model
+from counterpoint.scale.network.fabric import Fabric, Network
+from counterpoint.scale.recommenders.dlrm import Dlrm
 from counterpoint.scale.step import Step
 
 BF16, FP32 = 2, 4

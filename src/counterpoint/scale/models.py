@@ -7,7 +7,7 @@ from pathlib import Path
 from counterpoint.errors import InputError
 from counterpoint.ranges import check
 from counterpoint.scale.config import sizes_of
-from counterpoint.scale.dlrm import DLRMS, Dlrm
+from counterpoint.scale.recommenders.dlrm import DLRMS, Dlrm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from counterpoint.machine import Machine
 from counterpoint.model.estimate import predicted_s
 from counterpoint.plan.families import build
 from counterpoint.problem import Problem
-from counterpoint.scale.fabric import Group, Network
+from counterpoint.scale.network.fabric import Group, Network
 from counterpoint.scale.parts import Sent
 from counterpoint.schedules.expected_rows import once
 

@@ -4,7 +4,7 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeVar
 
-from counterpoint.scale.fabric import Group
+from counterpoint.scale.network.fabric import Group
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
 Key = TypeVar("Key", bound=Hashable)

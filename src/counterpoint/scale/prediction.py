@@ -11,16 +11,17 @@ from pathlib import Path
 from counterpoint.errors import InputError
 from counterpoint.machine_of import MachineLike, machine_of
 from counterpoint.ranges import instance
-from counterpoint.scale import chakra, dlrm_assumptions, memory
+from counterpoint.scale import chakra, memory
 from counterpoint.scale.assumptions import assumptions, listed
-from counterpoint.scale.dlrm import Dlrm
-from counterpoint.scale.dlrm_step import DlrmStep
-from counterpoint.scale.fabric import Fabric, Network
 from counterpoint.scale.layer import Layers
 from counterpoint.scale.layout import Layout
 from counterpoint.scale.memory import Memory
 from counterpoint.scale.models import Model, model_of
+from counterpoint.scale.network.fabric import Fabric, Network
 from counterpoint.scale.operators import OVERLAPS, Overlap
+from counterpoint.scale.recommenders import assumptions as dlrm_assumptions
+from counterpoint.scale.recommenders.dlrm import Dlrm
+from counterpoint.scale.recommenders.step import DlrmStep
 from counterpoint.scale.step import Stages, Step
 from counterpoint.spans import Span
 from counterpoint.timeline import Timeline

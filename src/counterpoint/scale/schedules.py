@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Literal
 
 from counterpoint.errors import InputError
-from counterpoint.scale.links import Message, Topology, arrivals_s
+from counterpoint.scale.network.links import Message, Topology, arrivals_s
 
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
 # of one split: its number, the messages that its ranks begin after, and its first message's number

@@ -15,11 +15,11 @@ from counterpoint.errors import InputError
 from counterpoint.machine_of import MachineLike, machine_of
 from counterpoint.ranges import whole
 from counterpoint.scale import constants
-from counterpoint.scale.fabric import Fabric, Group, Network
 from counterpoint.scale.layer import Layers
 from counterpoint.scale.layout import Layout
 from counterpoint.scale.memory import BF16, Memory
 from counterpoint.scale.models import Model, model_of
+from counterpoint.scale.network.fabric import Fabric, Group, Network
 from counterpoint.scale.operators import OVERLAPS, Overlap
 from counterpoint.scale.parts import Parts
 

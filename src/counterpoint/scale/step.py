@@ -8,8 +8,8 @@ from functools import cached_property
 from typing import NamedTuple
 
 from counterpoint.scale import constants
-from counterpoint.scale.fabric import Group
 from counterpoint.scale.layer import Layers
+from counterpoint.scale.network.fabric import Group
 from counterpoint.scale.operators import ITEM_BYTES
 from counterpoint.scale.parts import Both, Collective, Parts, Sent
 from counterpoint.scale.pipeline import Event, Pipeline, Stage, simulate

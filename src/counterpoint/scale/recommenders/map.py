@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from counterpoint.presets import preset
-from counterpoint.scale.dlrm import DLRMS, Dlrm
-from counterpoint.scale.dlrm_step import DlrmStep
-from counterpoint.scale.fabric import Fabric, Network
 from counterpoint.scale.layout import Layout
+from counterpoint.scale.network.fabric import Fabric, Network
+from counterpoint.scale.recommenders.dlrm import DLRMS, Dlrm
+from counterpoint.scale.recommenders.step import DlrmStep
 
 PAPER_SAVING = 0.21  # of a step on 128 nodes, simulated: arXiv 2305.06942
 RATES = tuple(50e9 * 2 ** (i / 4) for i in range(-12, 13))  # bytes/s of a NIC: 50 to 3200 Gb/s

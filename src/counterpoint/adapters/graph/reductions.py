@@ -5,9 +5,9 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from counterpoint.adapters.axes import CONVERT, value, whole
-from counterpoint.adapters.find import Reduction
-from counterpoint.adapters.operands import (
+from counterpoint.adapters.graph.axes import CONVERT, value, whole
+from counterpoint.adapters.graph.find import Reduction
+from counterpoint.adapters.graph.operands import (
     by_rank,
     joins,
     others,
@@ -16,7 +16,7 @@ from counterpoint.adapters.operands import (
     summed,
     where_of,
 )
-from counterpoint.adapters.rewriter import Rewriter
+from counterpoint.adapters.graph.rewriter import Rewriter
 from counterpoint.tensor_parallel import backward, matmul_all_reduce, matmul_reduce_scatter
 
 aten: Any = torch.ops.aten

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, fx
 
-from counterpoint.adapters.axes import (
+from counterpoint.adapters.graph.axes import (
     CONVERT,
     SPLIT,
     VIEWS,
@@ -31,9 +31,9 @@ from counterpoint.adapters.axes import (
     value,
     whole,
 )
-from counterpoint.adapters.find import Gather, Use
-from counterpoint.adapters.forms import Form, Match, matches
-from counterpoint.adapters.operands import (
+from counterpoint.adapters.graph.find import Gather, Use
+from counterpoint.adapters.graph.forms import Form, Match, matches
+from counterpoint.adapters.graph.operands import (
     alike,
     own_part,
     plan_of,
@@ -42,7 +42,7 @@ from counterpoint.adapters.operands import (
     row_bias,
     where_of,
 )
-from counterpoint.adapters.rewriter import Rewriter
+from counterpoint.adapters.graph.rewriter import Rewriter
 from counterpoint.choose.by_model import by_model
 from counterpoint.choose.known import released
 from counterpoint.gpu.device_limits import refused_on

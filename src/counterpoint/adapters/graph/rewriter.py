@@ -17,7 +17,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.node import map_arg
 from torch.utils.checkpoint import CheckpointPolicy
 
-from counterpoint.adapters.axes import (
+from counterpoint.adapters.graph.axes import (
     TURNS,
     VIEWS,
     Axis,
@@ -29,7 +29,7 @@ from counterpoint.adapters.axes import (
     whole,
     why,
 )
-from counterpoint.adapters.find import Collective
+from counterpoint.adapters.graph.find import Collective
 
 aten: Any = torch.ops.aten
 # what of a node says where it stands in the model and in the step: a new one stands there, too

@@ -16,8 +16,8 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from counterpoint.adapters.axes import CONVERT, value
-from counterpoint.adapters.rewriter import reached
+from counterpoint.adapters.graph.axes import CONVERT, value
+from counterpoint.adapters.graph.rewriter import reached
 
 aten: Any = torch.ops.aten
 EITHER_ORDER = (aten.add.Tensor, aten.mul.Tensor)

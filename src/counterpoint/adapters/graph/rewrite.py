@@ -22,9 +22,9 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch import fx
 
-from counterpoint.adapters import gathers, norms, reductions, simplify, strides
-from counterpoint.adapters.find import Collective, Gather, Reduction, collectives
-from counterpoint.adapters.rewriter import Rewriter, in_order
+from counterpoint.adapters.graph import gathers, norms, reductions, simplify, strides
+from counterpoint.adapters.graph.find import Collective, Gather, Reduction, collectives
+from counterpoint.adapters.graph.rewriter import Rewriter, in_order
 
 
 def rewrite(

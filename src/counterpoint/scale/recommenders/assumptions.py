@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 from counterpoint.scale import constants
-from counterpoint.scale.dlrm_counts import COUNTS
-from counterpoint.scale.dlrm_step import DlrmStep
 from counterpoint.scale.operators import ONLY_SERIAL
+from counterpoint.scale.recommenders.counts import COUNTS
+from counterpoint.scale.recommenders.step import DlrmStep
 
 
 def said(step: DlrmStep) -> list[str]:

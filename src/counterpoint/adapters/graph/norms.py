@@ -14,11 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from counterpoint.adapters.axes import CONVERT, NotFollowedError, same, value
-from counterpoint.adapters.find import Collective
-from counterpoint.adapters.forms import NUMBER, Form, Match, matches
-from counterpoint.adapters.operands import PLAN
-from counterpoint.adapters.rewriter import Rewriter
+from counterpoint.adapters.graph.axes import CONVERT, NotFollowedError, same, value
+from counterpoint.adapters.graph.find import Collective
+from counterpoint.adapters.graph.forms import NUMBER, Form, Match, matches
+from counterpoint.adapters.graph.operands import PLAN
+from counterpoint.adapters.graph.rewriter import Rewriter
 from counterpoint.norms import all_reduce_norm
 from counterpoint.norms.norms import Kind, Norm
 

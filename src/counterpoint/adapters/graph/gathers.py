@@ -10,8 +10,8 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from counterpoint.adapters import activations
-from counterpoint.adapters.axes import (
+from counterpoint.adapters.graph import activations
+from counterpoint.adapters.graph.axes import (
     CONVERT,
     VIEWS,
     Axis,
@@ -21,8 +21,8 @@ from counterpoint.adapters.axes import (
     value,
     whole,
 )
-from counterpoint.adapters.find import Gather, Reduction, Total, Use
-from counterpoint.adapters.operands import (
+from counterpoint.adapters.graph.find import Gather, Reduction, Total, Use
+from counterpoint.adapters.graph.operands import (
     alike,
     by_rank,
     columns_of,
@@ -37,7 +37,7 @@ from counterpoint.adapters.operands import (
     summed,
     where_of,
 )
-from counterpoint.adapters.rewriter import Rewriter
+from counterpoint.adapters.graph.rewriter import Rewriter
 from counterpoint.tensor_parallel import all_gather_matmul, backward
 
 aten: Any = torch.ops.aten

@@ -13,8 +13,9 @@ from typing import Literal, NamedTuple
 from counterpoint.errors import InputError
 from counterpoint.machine import LinkSpec, Machine
 from counterpoint.ranges import MAX_RANKS, check
-from counterpoint.scale import constants, torus
-from counterpoint.scale.collectives import (
+from counterpoint.scale import constants
+from counterpoint.scale.network import torus
+from counterpoint.scale.network.collectives import (
     Link,
     all_to_all_s,
     message_s,
@@ -22,8 +23,8 @@ from counterpoint.scale.collectives import (
     ring_all_reduce_s,
     tree_all_reduce_s,
 )
-from counterpoint.scale.links import Dimension, Topology, fat_tree
-from counterpoint.scale.links import torus as torus_of
+from counterpoint.scale.network.links import Dimension, Topology, fat_tree
+from counterpoint.scale.network.links import torus as torus_of
 from counterpoint.scale.schedules import direct_s
 from counterpoint.schedules.islands import MOST_PIECES
 

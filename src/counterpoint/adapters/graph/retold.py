@@ -17,9 +17,9 @@ from torch._dynamo.utils import counters
 from torch._guards import TracingContext
 from torch._inductor import custom_graph_pass
 
-from counterpoint.adapters.depends_on import uuids_of
 from counterpoint.adapters.explain import Report
-from counterpoint.adapters.rewriter import depends
+from counterpoint.adapters.graph.depends_on import uuids_of
+from counterpoint.adapters.graph.rewriter import depends
 
 KEY = "counterpoint "
 InferenceAware: Any = getattr(

@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from counterpoint.adapters.axes import CONVERT, TURNS, VIEWS
+from counterpoint.adapters.graph.axes import CONVERT, TURNS, VIEWS
 
 c10d: Any = torch.ops._c10d_functional
 EQUAL = (c10d.all_reduce.default, c10d.all_gather_into_tensor.default)

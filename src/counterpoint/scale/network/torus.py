@@ -7,9 +7,9 @@ rank and its share, of one island each.
 from collections.abc import Iterator, Sequence
 from math import prod
 
-from counterpoint.scale.collectives import Link, ring_all_gather_s
 from counterpoint.scale.layout import divisors
-from counterpoint.scale.links import Dimension
+from counterpoint.scale.network.collectives import Link, ring_all_gather_s
+from counterpoint.scale.network.links import Dimension
 
 
 def dimensions(

@@ -19,7 +19,7 @@ from operator import mul
 from typing import NamedTuple
 
 from counterpoint.errors import InputError
-from counterpoint.scale.collectives import Link
+from counterpoint.scale.network.collectives import Link
 
 MAX_HOPS = 2**20  # 3 s of plain Python, 200 MB
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import SymInt, fx
 
-from counterpoint.adapters.axes import (
+from counterpoint.adapters.graph.axes import (
     Axes,
     Axis,
     Casts,
@@ -33,7 +33,7 @@ from counterpoint.adapters.axes import (
     whole,
     why,
 )
-from counterpoint.adapters.equal import equal_on_ranks, is_replicated
+from counterpoint.adapters.graph.equal import equal_on_ranks, is_replicated
 from counterpoint.group.workspace import workspaces_of
 from counterpoint.ops.call import Operator
 from counterpoint.problem import Problem

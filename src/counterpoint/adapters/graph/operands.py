@@ -6,9 +6,9 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from counterpoint.adapters.axes import CONVERT, Axes, Axis, Size, same, value, whole
-from counterpoint.adapters.find import Collective, Gather, Reduction, Use
-from counterpoint.adapters.rewriter import Rewriter
+from counterpoint.adapters.graph.axes import CONVERT, Axes, Axis, Size, same, value, whole
+from counterpoint.adapters.graph.find import Collective, Gather, Reduction, Use
+from counterpoint.adapters.graph.rewriter import Rewriter
 from counterpoint.ops.plans import BY_MODE
 
 c10d: Any = torch.ops._c10d_functional

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, ge
 
 import typer
 
-from counterpoint.cli.files import why
+from counterpoint.cli.shared.files import why
 from counterpoint.errors import CounterpointError, InputError, PlanError, UnsupportedError
 
 DONE, FAILED, REFUSED, STOPPED = 0, 1, 2, 130

@@ -17,8 +17,12 @@ from counterpoint.errors import InputError
 from counterpoint.machine import Machine
 from counterpoint.problem import Problem
 from counterpoint.scale import constants
-from counterpoint.scale.dlrm import Dlrm
-from counterpoint.scale.dlrm_counts import (
+from counterpoint.scale.layout import Layout
+from counterpoint.scale.network.fabric import Group, Network
+from counterpoint.scale.operators import ITEM_BYTES, Overlap, Placed, between, pair_s, placed
+from counterpoint.scale.parts import Both, Parts, Sent
+from counterpoint.scale.pipeline import Stage, simulate
+from counterpoint.scale.recommenders.counts import (
     ADAGRAD,
     BIAS,
     BUCKET,
@@ -34,11 +38,7 @@ from counterpoint.scale.dlrm_counts import (
     RELU_BACKWARD,
     UPDATE,
 )
-from counterpoint.scale.fabric import Group, Network
-from counterpoint.scale.layout import Layout
-from counterpoint.scale.operators import ITEM_BYTES, Overlap, Placed, between, pair_s, placed
-from counterpoint.scale.parts import Both, Parts, Sent
-from counterpoint.scale.pipeline import Stage, simulate
+from counterpoint.scale.recommenders.dlrm import Dlrm
 from counterpoint.scale.step import Hop, Stages
 
 MAX_UNFOLDED = 64  # ranks whose tables are looked at one by one

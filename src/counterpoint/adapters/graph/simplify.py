@@ -5,7 +5,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from counterpoint.adapters.axes import (
+from counterpoint.adapters.graph.axes import (
     TURNS,
     VIEWS,
     NotFollowedError,
@@ -15,7 +15,7 @@ from counterpoint.adapters.axes import (
     value,
     whole,
 )
-from counterpoint.adapters.rewriter import Rewriter
+from counterpoint.adapters.graph.rewriter import Rewriter
 
 aten: Any = torch.ops.aten
 c10d: Any = torch.ops._c10d_functional

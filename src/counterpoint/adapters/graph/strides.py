@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
-from counterpoint.adapters.axes import same
-from counterpoint.adapters.rewriter import Rewriter
+from counterpoint.adapters.graph.axes import same
+from counterpoint.adapters.graph.rewriter import Rewriter
 
 aten: Any = torch.ops.aten
 Values = dict[fx.Node, Any]  # a tensor without values, or several

@@ -5,8 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from counterpoint.cli.files import text_of
-from counterpoint.cli.usage import meant
+from counterpoint.cli.shared.files import text_of
+from counterpoint.cli.shared.usage import meant
 from counterpoint.errors import InputError
 from counterpoint.machine import Machine
 from counterpoint.machine_of import machine_of

@@ -1,0 +1,1 @@
+"""Graphs of torch.compile: their collectives are found, and operators take their places."""

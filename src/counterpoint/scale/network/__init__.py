@@ -1,0 +1,1 @@
+"""Links between GPUs and nodes, and what collectives take on them."""
