@@ -293,7 +293,9 @@ def problem_of(trial: Trial, text: str) -> str:
         return "said nothing"
     if SAYS.get(trial.fault, "") not in found:
         return f"does not say {SAYS[trial.fault]}"
-    if (match := re.match(r"counterpoint: guard: rank (\d+) ", found)) is not None:
+    if crossed := re.match(r"counterpoint: guard: ranks (\d+) and (\d+) wait for each", found):
+        named, even = {int(each) for each in crossed.groups()}, True
+    elif (match := re.match(r"counterpoint: guard: rank (\d+) ", found)) is not None:
         waits = re.search(r"it waits for a message from or to rank (\d+)", found)
         even = trial.ranks == 2 and waits is not None
         named = {int(each[1]) for each in (match, waits) if each is match or even}

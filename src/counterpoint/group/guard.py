@@ -13,6 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Hashable
+from itertools import permutations
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -130,6 +131,9 @@ class _Guarded:
         for board in boards:
             board.show_busy(busy)
             board.publish(where)
+        crossed = (a.crossed(b) for a, b in permutations(boards, 2))
+        if not any(board.fault for board in boards) and (both := next(filter(None, crossed), None)):
+            return both
         for board in boards:
             fault = board.fault or board.wrong() or board.stuck(stood_s)
             if fault is not None:

@@ -189,8 +189,7 @@ class GuardBoard(NoticeBoard):
     def _who_is_missing(self) -> CounterpointError | None:
         """Who makes no call that this rank has made: it is dead, has left, or is too late."""
         now_s, lines = time.monotonic(), self._lines
-        behind = sorted((r for r in self._peers if lines[r][CALLS] < self.calls),
-                        key=lambda r: lines[r][CALLS])  # fmt: skip
+        behind = self._behind()
         for r in behind:
             if self.lost(r):
                 return self._missing(r, "")
@@ -199,6 +198,34 @@ class GuardBoard(NoticeBoard):
             if self._still_for(r, lines[r][CALLS], now_s) > within_s:
                 return self._ahead_of_most(r) or self._missing(r, f" within {self.timeout_s:g} s")
         return None
+
+    def _behind(self) -> list[int]:
+        """Who has made fewer collectives than this rank, the last one first."""
+        lines = self._lines
+        behind = (r for r in self._peers if lines[r][CALLS] < self.calls)
+        return sorted(behind, key=lambda r: lines[r][CALLS])
+
+    def crossed(self, other: "GuardBoard") -> CounterpointError | None:
+        """Whether this rank waits here for one that waits for it in another group: both parted.
+
+        Either may have made a call too few: nobody can tell which.
+        """
+        now_s = time.monotonic()
+        for r in self._behind():
+            number = self.ranks_of_world[r]
+            there = other.ranks_of_world.index(number) if number in other.ranks_of_world else -1
+            if there < 0 or other._lines[there][CALLS] <= other.calls:
+                continue
+            if self._still_for(r, self._lines[r][CALLS], now_s) > self.timeout_s:
+                mine, theirs = self._lines[r][CALLS] + 1, other.calls + 1
+                text = f"guard: ranks {self.ranks_of_world[self.rank]} and {number} wait for each "
+                text += f"other: {self._call_by(self.rank, mine)}, and "
+                text += f"{other._call_by(there, theirs)}{RESTART}"
+                return PeerTimeoutError(text, rank=number, step="call")
+        return None
+
+    def _call_by(self, r: int, call: int) -> str:
+        return f"{self.names[r]} in collective {call}{self._of}, {self._described(r, call)}"
 
     def _ahead_of_most(self, r: int) -> PeerTimeoutError | None:
         """The ranks that have made a collective, where rank `r` and the most exchange messages."""
