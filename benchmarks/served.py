@@ -10,10 +10,12 @@ of its last token; a decode is one token of each sequence behind a static cache 
 are replayed CUDA graphs. Logits are compared with the same model in fp32. Needs transformers 5.24
 or newer; it has no short form."""
 
+import atexit
 import gc
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._inductor.utils import fresh_cache
 
 import counterpoint as cp
 from benchmarks.compile import LIMIT, ONE_SHOT, OPTIONS, OURS, PLAIN, local
@@ -36,6 +37,7 @@ from counterpoint.scale.models import Model
 from counterpoint.scale.serving import serve
 
 PREFILL, DECODE = "prefill", "decode"
+LONGEST = 8192  # tokens of a case
 MODEL = {"sequence": 8192, "source": "sizes of a benchmark"}
 MODELS = {
     model.name: model
@@ -71,37 +73,44 @@ def cases(_: int) -> list[Case]:
     ]  # fmt: skip
 
 
-def model_of(case: Case, bench: Bench, dtype: torch.dtype = torch.bfloat16) -> Any:
-    """A Llama with the same random weights of bf16 on all ranks, sharded by its own plan."""
+@cache
+def weights_of(name: str, bench: Bench) -> str:
+    """The folder of a Llama with random weights in bf16, equal for all ranks."""
     import transformers  # type: ignore[import-not-found]
-    from transformers.distributed import DistributedConfig  # type: ignore[import-not-found]
 
-    sizes = MODELS[case["model"]]
+    sizes = MODELS[name]
     config = transformers.LlamaConfig(
         hidden_size=sizes.hidden, num_hidden_layers=sizes.layers, num_attention_heads=sizes.heads,
         num_key_value_heads=sizes.kv_heads, intermediate_size=sizes.ffn, vocab_size=sizes.vocab,
-        head_dim=sizes.width, max_position_embeddings=2 * case["length"],
+        head_dim=sizes.width, max_position_embeddings=2 * LONGEST,
     )  # fmt: skip
-    torch.manual_seed(0)
-    if bench.ranks == 1:
-        with bench.device:
-            return transformers.LlamaForCausalLM(config).to(torch.bfloat16).to(dtype).eval()
     memory = Path("/dev/shm")
     where = [tempfile.mkdtemp(dir=memory if memory.is_dir() else None)]
-    dist.broadcast_object_list(where, 0, group=bench.group)
+    if bench.ranks > 1:
+        dist.broadcast_object_list(where, 0, group=bench.group)
     if bench.rank == 0:
+        torch.manual_seed(0)
         with bench.device:
             made = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
         made.save_pretrained(where[0])
-        del made
+        atexit.register(shutil.rmtree, where[0], ignore_errors=True)
     bench.meet()
+    bench.say(f"{name}: written")
+    return where[0]
+
+
+@cache
+def model_of(name: str, bench: Bench, dtype: torch.dtype = torch.bfloat16) -> Any:
+    """A Llama with these weights, sharded by its own plan; one GPU has it whole."""
+    import transformers  # type: ignore[import-not-found]
+    from transformers.distributed import DistributedConfig  # type: ignore[import-not-found]
+
+    how = {"distributed_config": DistributedConfig(tp_plan="auto")} if bench.ranks > 1 else {}
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        where[0], dtype=dtype, distributed_config=DistributedConfig(tp_plan="auto")
+        weights_of(name, bench), dtype=dtype, **how
     )
-    bench.meet()
-    if bench.rank == 0:
-        shutil.rmtree(where[0])
-    return model.eval()
+    bench.say(f"{name}: loaded as {dtype}")
+    return model.to(bench.device).eval()
 
 
 def given_of(
@@ -144,18 +153,16 @@ def given_of(
 def compiled(
     name: str, model: nn.Module, call: Callable[[nn.Module], Tensor], bench: Bench
 ) -> Call:
-    """One arm, compiled with empty caches and run until its calls are known."""
+    """One arm, compiled and run until its calls are known."""
     options = cp.compile_options() if name == OURS else dict(OPTIONS[name])
-    torch.compiler.reset()
     ours = torch.compile(model, options=options)
 
     def step(_: int) -> Tensor:
         with torch.no_grad():
             return call(ours)
 
-    with fresh_cache():
-        for _ in range(SEEN_BEFORE + 2):
-            step(0)
+    for _ in range(SEEN_BEFORE + 2):
+        step(0)
     bench.say(f"{name}: compiled")
     return step
 
@@ -184,16 +191,16 @@ def arms(case: Case, bench: Bench) -> Arms:
     if find_spec("transformers") is None:
         raise cp.UnsupportedError("bench", "transformers", want="5.24 or newer", got="none such")
     about = predicted(case, bench)
-    model = model_of(case, bench)
-    call, cache = given_of(model, case, bench)
-    exact = model_of(case, bench, torch.float32)
-    kept = [(layer, layer.keys, layer.values) for layer in cache.layers] if cache else []
+    torch.compiler.reset()  # else what another case has compiled
+    model = model_of(case["model"], bench)
+    call, past = given_of(model, case, bench)
+    exact = model_of(case["model"], bench, torch.float32)
+    kept = [(layer, layer.keys, layer.values) for layer in past.layers] if past else []
     for layer, keys, values in kept:  # of bf16, which all arms read; here in fp32
         layer.keys, layer.values = keys.float(), values.float()
     want = local(call(exact)).clone()
     for layer, keys, values in kept:
         layer.keys, layer.values = keys, values
-    del exact
     gc.collect()
     if bench.on_gpu:
         torch.cuda.empty_cache()

@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 from mixed_calls import mixed_calls
 from rank_bodies import by_reference
-from rankpool import RankError, RankPool
+from rankpool import PRELOAD, RankError, RankPool
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 import counterpoint as cp
@@ -310,7 +310,8 @@ def run_trials(trials: Sequence[Trial], out: str, *, gpu: bool) -> int:
     with ExitStack() as stack:
         file = stack.enter_context(open(out, "w")) if out else None
         lanes, env = (GPU_LANES, GPU_ENV) if gpu else (1, POOL_ENV)
-        pools = [stack.enter_context(RankPool(env=env)) for _ in range(lanes)]
+        preload = () if gpu else PRELOAD
+        pools = [stack.enter_context(RankPool(env=env, preload=preload)) for _ in range(lanes)]
         run = on_cpu
         if gpu:
             store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -355,7 +356,11 @@ def main() -> int:
     if args.guard:
         import guard_trials
 
-        return guard_trials.run_trials(range(args.first, args.first + args.trials), POOL_ENV)
+        gpus = torch.cuda.device_count() if args.gpu else 0
+        numbers = range(args.first, args.first + args.trials)
+        preload = () if gpus else PRELOAD
+        with RankPool(env=GPU_ENV if gpus else POOL_ENV, preload=preload) as pool:
+            return guard_trials.run_trials(numbers, pool, gpus)
     if args.gpu and torch.cuda.device_count() < 2:
         parser.error(f"--gpu needs 2 GPUs, there are {torch.cuda.device_count()}")
     if args.soak is not None:

@@ -1,6 +1,6 @@
 """Programs of torch.distributed alone, of which one rank parts: whom `counterpoint.guard` names.
 
-    python -m fault_trials --guard --trials 50
+    python -m fault_trials --guard --trials 50      # with --gpu: NCCL, a rank for each GPU
 
 A trial is right if each rank that lives has the victim named on its stderr, in time. Where as many
 ranks have made one call as another, as of two ranks, both are named with what they called.
@@ -16,7 +16,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -54,13 +54,13 @@ class Trial(NamedTuple):
     seed: int
 
 
-def trial_of(seed: int) -> Trial:
+def trial_of(seed: int, gpus: int = 0) -> Trial:
     """The trial of that number: each fault, and each program, as often as others."""
     draw = random.Random(seed)
-    ranks = draw.choice((2, 3, 4))
+    ranks = gpus or draw.choice((2, 3, 4))
     fault, program = FAULTS[seed % len(FAULTS)], PROGRAMS[seed // 2 % len(PROGRAMS)]
     if program == "groups":
-        ranks = 4
+        ranks, program = (gpus, "plain") if gpus else (4, program)
     return Trial(ranks, draw.randrange(ranks), fault, program, draw.randrange(1, STEPS - 2), seed)
 
 
@@ -222,7 +222,7 @@ def ddp(fault: Fault) -> None:
 def fsdp2(fault: Fault) -> None:
     """A model of FSDP2."""
     model = model_of(fault)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(torch.get_default_device().type, (dist.get_world_size(),))
     for layer in model:
         fully_shard(layer, mesh=mesh)
     train(fully_shard(model, mesh=mesh), fault)
@@ -251,7 +251,7 @@ RUNS: dict[str, Callable[[Fault], None]] = {
 }  # fmt: skip
 
 
-def part(rank: int, ranks: int, trial: Trial, folder: str, port: int) -> None:
+def part(rank: int, ranks: int, trial: Trial, folder: str, port: int, on_gpus: bool) -> None:
     """One rank of a trial; it ends, and leaves what it has said."""
     os.dup2(os.open(f"{folder}/{rank}", os.O_WRONLY | os.O_CREAT), 2)
     os.environ["COUNTERPOINT_TIMEOUT_S"] = str(BOUND_S)
@@ -259,7 +259,13 @@ def part(rank: int, ranks: int, trial: Trial, folder: str, port: int) -> None:
     guard.GRACE_S = GRACE_S
     warnings.simplefilter("ignore")  # of names that torch gives up
     store = PrefixStore(folder, TCPStore("127.0.0.1", port, is_master=False))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    device = torch.device("cuda", rank) if on_gpus else None
+    if device is not None:
+        torch.cuda.set_device(device)
+        torch.set_default_device(device)
+    dist.init_process_group(
+        "nccl" if on_gpus else "gloo", store=store, rank=rank, world_size=ranks, device_id=device
+    )
     torch.manual_seed(0)
     try:
         with cp.guard(), suppress(StopIteration):
@@ -272,10 +278,10 @@ def part(rank: int, ranks: int, trial: Trial, folder: str, port: int) -> None:
     os._exit(0)
 
 
-def problems_of(trial: Trial, pool: RankPool, port: int) -> list[str]:
+def problems_of(trial: Trial, pool: RankPool, port: int, on_gpus: bool = False) -> list[str]:
     """What is wrong with what ranks of a trial have said."""
     with tempfile.TemporaryDirectory(prefix="counterpoint-guard-") as folder:
-        pool.run(part, trial.ranks, trial, folder, port,
+        pool.run(part, trial.ranks, trial, folder, port, on_gpus,
                  group=False, timeout_s=HANG_S, expect_dead=range(trial.ranks))  # fmt: skip
         said = [(Path(folder) / str(rank)).read_text() for rank in range(trial.ranks)]
     problems: list[str] = []
@@ -310,15 +316,14 @@ def problem_of(trial: Trial, text: str) -> str:
     return ""
 
 
-def run_trials(numbers: Sequence[int], env: Mapping[str, str]) -> int:
-    """1 if any of the trials of those numbers was wrong."""
+def run_trials(numbers: Sequence[int], pool: RankPool, gpus: int = 0) -> int:
+    """1 if any of the trials of those numbers was wrong; under NCCL if there are GPUs."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     wrong = 0
-    with RankPool(env=env) as pool:
-        for done, number in enumerate(numbers, 1):
-            problems = problems_of(trial_of(number), pool, store.port)
-            wrong += bool(problems)
-            print("".join(f"\n{problem}\n" for problem in problems), end="")
-            print(f"\r{done}/{len(numbers)} trials of guard, {wrong} wrong", end="", flush=True)
+    for done, number in enumerate(numbers, 1):
+        problems = problems_of(trial_of(number, gpus), pool, store.port, gpus > 0)
+        wrong += bool(problems)
+        print("".join(f"\n{problem}\n" for problem in problems), end="")
+        print(f"\r{done}/{len(numbers)} trials of guard, {wrong} wrong", end="", flush=True)
     print()
     return 1 if wrong else 0

@@ -67,13 +67,19 @@ class Job(NamedTuple):
 
 
 class RankPool:
-    """Up to `max_ranks` warm workers; `env` is set in each before it imports a test module."""
+    """Up to `max_ranks` warm workers; `env` is set in each before it imports a test module.
 
-    def __init__(self, *, max_ranks: int = 4, env: Mapping[str, str] | None = None) -> None:
+    `preload` is imported before they are forked: nothing that asks for GPUs, where they use some.
+    """
+
+    def __init__(
+        self, *, max_ranks: int = 4, env: Mapping[str, str] | None = None,
+        preload: Sequence[str] = PRELOAD,
+    ) -> None:  # fmt: skip
         self._max_ranks = max_ranks
         self._env = dict(env or {})
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(PRELOAD)
+        self._context.set_forkserver_preload([*preload])
         # inductor imports triton, which looks at the environment once: at the server's start
         with mock.patch.dict(os.environ, self._env):
             forkserver.ensure_running()
