@@ -113,7 +113,8 @@ class Benchmark:
 
     Args:
         name: of the command line, of the file of rows, and their `table`.
-        cases: by the number of ranks.
+        cases: by the number of ranks; where it is `cut`, by that of GPUs that a model is cut over.
+        cut: cases are what one of so many GPUs holds of a model.
         arms: of a case; all ranks call it.
         rows: in place of arms, where what is measured is no comparison of arms: rows of a case.
         short: whether a case is one of the few of the short form.
@@ -139,6 +140,7 @@ class Benchmark:
     arms: Callable[[Case, "Bench"], Arms] | None = None
     rows: Callable[[Case, "Bench"], list[Row]] | None = None
     short: Callable[[Case], bool] = lambda _: True
+    cut: bool = False
     ranks: int = 0
     least: int = 2
     apart: str = ""

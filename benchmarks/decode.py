@@ -4,6 +4,7 @@ Serial is torch.mm and the library's all-reduce; torch's one-shot and two-shot a
 behind the same matmul, whose result is in memory that peers reach."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import geometric_mean
 
@@ -15,7 +16,7 @@ import counterpoint as cp
 from benchmarks.choice import choice_of
 from benchmarks.declare import Arms, Bench, Benchmark, Call, Case, Section
 from benchmarks.pictures import bars, place, shown
-from benchmarks.rows import Row, Timed, taken
+from benchmarks.rows import Row, Timed, by_cut, cut_for, held, taken
 from benchmarks.tables import (
     INVARIANT,
     Column,
@@ -32,6 +33,7 @@ from benchmarks.tables import (
 from counterpoint.measure.timing import relative_error
 from counterpoint.problem import Problem
 
+# columns, and rows as one of 8 GPUs holds them
 LAYERS = {"Llama-3-70B down": (8192, 3584), "Llama-3-70B O": (8192, 1024),
           "Llama-3.1-405B down": (16384, 6656), "DeepSeek-V3 dense down": (7168, 2304)}  # fmt: skip
 ROWS = (1, 8, 32, 64)  # that means are of
@@ -48,10 +50,12 @@ def case_of(m: int, n: int, k: int, layer: str = "") -> Case:
                                                  "weight_bytes": 2 * n * k})  # fmt: skip
 
 
-def cases(_: int) -> list[Case]:
+def cases(shards: int) -> list[Case]:
     """All layers at few rows, the first one at more."""
-    return [case_of(m, n, k, layer) for i, (layer, (n, k)) in enumerate(LAYERS.items())
+    made = [case_of(m, n, cut_for(k, shards), layer)
+            for i, (layer, (n, k)) in enumerate(LAYERS.items())
             for m in (*ROWS, *(() if i else MORE_ROWS))]  # fmt: skip
+    return [replace(case, facts={**case.facts, "shards": shards}) for case in made]
 
 
 def arms(case: Case, bench: Bench) -> Arms:
@@ -202,7 +206,7 @@ def picture(_: Mapping[int, list[Row]]) -> str:
 
 def pictures(found: Mapping[int, list[Row]], images: Path) -> None:
     """Serial and ours at every shape of few rows, of the most GPUs."""
-    rows = next(iter(found.values()))
+    rows = by_cut(found)[0]
     few = few_of(rows)
     product = "our matmul" if "our matmul" in few[0] else "matmul"
     mean = geometric_mean(c.s("serial") / c.s("auto") for c in few)
@@ -218,14 +222,14 @@ def pictures(found: Mapping[int, list[Row]], images: Path) -> None:
         },
         images / "decode.svg",
         title=f"Decoding: matmul + all-reduce, {mean:.2f}x over serial in the mean",
-        source=f"{place(rows)}; cut as for 8 GPUs; serial is cuBLAS + NCCL",
+        source=f"{place(rows)}{held(rows)}; serial is cuBLAS + NCCL",
         mark=ALONE,
     )
 
 
 DECODE = Benchmark(
     "decode", cases, arms, rounds=15, soak_s=0.1, eager=("serial", "auto", *TORCH),
-    short=lambda case: case["n"] == 8192 and case["k"] == 3584 and case["m"] in (1, 32),
+    short=lambda case: case["layer"] == "Llama-3-70B down" and case["m"] in (1, 32), cut=True,
     moved=lambda case, ranks: 4 * case["m"] * case["n"] * (ranks - 1) // ranks,
     own=lambda shape, _: [case_of(*shape)],
     sections=(

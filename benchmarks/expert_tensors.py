@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from benchmarks.declare import Bench, Case
-from benchmarks.rows import Row
+from benchmarks.rows import Row, cut_for
 from counterpoint.errors import InputError
 from counterpoint.machine_of import shipped
 from counterpoint.presets import preset_of
@@ -28,13 +28,16 @@ MODELS = (Model("DeepSeek-V3", 32, 7168, 2048, 8), Model("Qwen3-235B", 16, 4096,
           Model("Mixtral-8x7B", 1, 4096, 14336, 2))  # fmt: skip
 
 
-def case_of(op: str, model: Model, tokens: int, routing: str) -> Case:
-    """One layer: gate and up are one weight behind the all-to-all, down is before it."""
+def case_of(op: str, model: Model, tokens: int, routing: str, shards: int = 8) -> Case:
+    """One layer, with the experts that one of so many GPUs has: gate and up are one weight behind
+    the all-to-all, down is before it."""
     to = op == "all_to_all_matmul"
     n, k = (2 * model.ffn, model.hidden) if to else (model.hidden, model.ffn)
+    experts = cut_for(model.experts, shards)
     return Case(f"{op} {model.name} {tokens} {routing}", {
         "op": op, "model": model.name, "tokens": tokens, "routing": routing, "n": n, "k": k,
-        "experts": model.experts, "top": model.top, "weight_bytes": 2 * model.experts * n * k,
+        "experts": experts, "top": model.top, "weight_bytes": 2 * experts * n * k,
+        "shards": shards,
     })  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """Mixtures of experts: all-to-all and the experts' matmuls, by the libraries and by ours.
 
-Expert counts of a rank are those of 8-way expert parallelism, whatever the number of ranks here.
+A rank has the experts of a model that one of the GPUs here holds, or one of --shards GPUs.
 Uniform: each expert gets as many rows from each rank. Skewed: the experts of rank 0 get 3 times the
 mean, and counts are drawn. "One kernel" has its counts on the device, as it must in a graph; those
 of the libraries and of plans are on the host, which has waited for them before. What auto would
@@ -27,7 +27,7 @@ from benchmarks.expert_tensors import MODELS, Layer, case_of, hbm_bytes_per_s
 from benchmarks.experts_routed import ROUTED, Routed
 from benchmarks.layouts import layouts
 from benchmarks.pictures import dots, place, shown, speedups
-from benchmarks.rows import Row, Timed, gpus_of, taken
+from benchmarks.rows import Row, Timed, by_cut, gpus_of, held, taken
 from benchmarks.tables import measured, us
 from counterpoint.machine_of import shipped
 from counterpoint.measure.timing import relative_error
@@ -40,9 +40,10 @@ TOKENS = (4096, 1024, 256)  # of a rank
 LAID_OUT = ROUTED[1:]  # by the host, anew in each call
 
 
-def cases(_: int) -> list[Case]:
+def cases(shards: int) -> list[Case]:
     """Both directions of all models, with uniform and with skewed counts."""
-    return [case_of(*v) for v in product(NAMES, MODELS, TOKENS, ("uniform", "skewed"))]
+    every = product(NAMES, MODELS, TOKENS, ("uniform", "skewed"))
+    return [case_of(*each, shards) for each in every]
 
 
 def by_libraries(layer: Layer) -> dict[str, Call | str]:
@@ -238,10 +239,11 @@ def auto_means(cases: Sequence[Said]) -> str:
 def experts_section(found: Mapping[int, list[Row]]) -> str:
     """Both directions on each machine."""
     parts = [shown("experts", "Speedup of expert layers, by model, tokens and routing")]
-    for rows in found.values():
+    for rows in by_cut(found):
         for op, name in NAMES.items():
             if some := [c for c in said(rows) if c.head["op"] == op]:
-                parts.append(f"{gpus_of(rows)}, rows {name}:\n\n{times(some)}\n\n{means(some)}")
+                where = f"{gpus_of(rows)}{held(rows)}, rows {name}"
+                parts.append(f"{where}:\n\n{times(some)}\n\n{means(some)}")
     return "\n\n".join(parts)
 
 
@@ -251,7 +253,7 @@ def routed_section(found: Mapping[int, list[Row]]) -> str:
     head = ["GPUs, direction, model, tokens of a rank", "matmul grouped", "one kernel", ROUTED[0],
             host, "by routes / matmul grouped"]  # fmt: skip
     lines: list[tuple[Sequence[str], Sequence[Row]]] = []
-    for rows in found.values():
+    for rows in by_cut(found):
         lines += [_routed_line(c) for c in said(rows) if ROUTED[0] in c.case]
     note = (
         "Times are microseconds in CUDA graphs. By routes, a token goes once to each rank that has "
@@ -300,7 +302,7 @@ def pictures(found: Mapping[int, list[Row]], images: Path) -> None:
 EXPERTS = Benchmark(
     "experts", cases, partial(arms, routes=True), calls=4, soak_s=0.2, pictures=pictures,
     eager=("in place looped", "one kernel", "plan grouped ring", *ROUTED),
-    short=lambda case: case["model"] == "Qwen3-235B" and case["tokens"] == 1024,
+    short=lambda case: case["model"] == "Qwen3-235B" and case["tokens"] == 1024, cut=True,
     moved=lambda case, ranks: 2 * case["tokens"] * case["top"] * (
         case["k"] if case["op"] == "all_to_all_matmul" else case["n"]) * (ranks - 1) // ranks,
     sections=(

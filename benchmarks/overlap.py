@@ -19,8 +19,8 @@ from torch import Tensor
 import counterpoint as cp
 from benchmarks.choice import candidates, choice_of
 from benchmarks.declare import Arms, Bench, Benchmark, Call, Case, Section, all_gather
-from benchmarks.pictures import Point, bars, in_both, layer_name, place
-from benchmarks.rows import RESULTS, Row, Timed, gpus_of, plan_word, taken
+from benchmarks.pictures import Point, bars, in_both, layer_name, place, words
+from benchmarks.rows import RESULTS, Row, Timed, by_cut, cut_for, gpus_of, held, plan_word, taken
 from benchmarks.tables import (
     INVARIANT,
     Column,
@@ -60,7 +60,7 @@ LAYERS = {"all_gather_matmul": {"70B qkv": (1280, 8192), "70B gate+up": (7168, 8
 ALONE = "the longer of compute and communication alone (an estimate, not a bound)"
 # of the pictures of timelines
 NAMES = {"all_gather_matmul": "front", "matmul_reduce_scatter": "timeline"}
-SHORT = ("2048,7168,8192", "2048,8192,3584", "64,7168,8192", "64,8192,3584")
+SHORT = {(m, layer) for m in (2048, 64) for layer in ("70B gate+up", "70B down")}
 
 
 def case_of(op: str, m: int, n: int, k: int, layer: str = "") -> Case:
@@ -69,20 +69,30 @@ def case_of(op: str, m: int, n: int, k: int, layer: str = "") -> Case:
                                       "dtype": "bfloat16"})  # fmt: skip
 
 
+def cut(op: str, m: int, n: int, k: int, layer: str, shards: int) -> Case:
+    """A layer whose N and K are those of one of 8 GPUs, as one of so many GPUs holds it."""
+    if op == "all_gather_matmul":
+        n = cut_for(n, shards)
+    else:
+        k = cut_for(k, shards)
+    made = case_of(op, m, n, k, layer)
+    return replace(made, facts={**made.facts, "shards": shards})
+
+
 def problem_of(facts: Case | Row, ranks: int) -> Problem:
     """The problem of a case, or of a row."""
     return Problem(facts["op"], facts["m"], facts["n"], facts["k"], ranks)
 
 
-def published(_: int) -> list[Case]:
-    """The shapes that we publish."""
-    return [case_of(op, *shape, layer) for op, layers in SHAPES.items()
+def published(shards: int) -> list[Case]:
+    """The layers that we publish."""
+    return [cut(op, *shape, layer, shards) for op, layers in SHAPES.items()
             for layer, shape in layers.items()]  # fmt: skip
 
 
-def few_rows(_: int) -> list[Case]:
+def few_rows(shards: int) -> list[Case]:
     """Layers of Llama-3-70B at few tokens."""
-    return [case_of(op, m, n, k, layer) for op, layers in LAYERS.items()
+    return [cut(op, m, n, k, layer, shards) for op, layers in LAYERS.items()
             for layer, (n, k) in layers.items() for m in TOKENS]  # fmt: skip
 
 
@@ -292,8 +302,8 @@ def eager_table(rows: list[Row]) -> str:
 def all_results(found: Mapping[int, list[Row]]) -> str:
     """docs/results/tensor_parallel.md."""
     parts: list[str] = []
-    for rows in found.values():
-        parts += [f"## {gpus_of(rows)}", main_table(rows, columns(ms)), summary(rows),
+    for rows in by_cut(found):
+        parts += [f"## {gpus_of(rows)}{held(rows)}", main_table(rows, columns(ms)), summary(rows),
                   "Eager, milliseconds:", eager_table(rows)]  # fmt: skip
     return "\n\n".join(parts)
 
@@ -347,13 +357,14 @@ def _ratio(case: Timed) -> float:
 
 def pictures(found: Mapping[int, list[Row]], images: Path) -> None:
     """Bars, and timelines, of the most GPUs."""
-    rows = next(iter(found.values()))
+    rows = by_cut(found)[0]
     shapes = shapes_of(rows)
     mean = geometric_mean(c.s("serial") / c.s("auto") for c in shapes)
     torchs = mean / geometric_mean(c.fair(PEER, "auto") for c in shapes)
     cases: dict[str, dict[str, float]] = {}
     for c in shapes:
-        cases[layer_name(*(c.head[i] for i in "mnk"))] = {
+        name = words(c.head["layer"].partition(",")[0])
+        cases[f"{name}, {c.head['m']} tokens"] = {
             "serial": c.s("serial"),
             "torch's fused operator": c.s("auto") * c.fair(PEER, "auto"),
             "counterpoint": c.s("auto"),
@@ -365,7 +376,7 @@ def pictures(found: Mapping[int, list[Row]], images: Path) -> None:
         mark=ALONE,
         title=f"Tensor parallelism: {mean:.2f}x over serial in the mean, torch's fused operators "
         f"{torchs:.2f}x",
-        source=f"{place(rows)}; cut as for 8 GPUs; serial: NCCL + cuBLAS; torch in its better mode",
+        source=f"{place(rows)}{held(rows)}; serial: NCCL + cuBLAS; torch in its better mode",
     )
     for path in sorted(RESULTS.glob("timeline-*.json")):
         measured = Timeline.from_json(plan_word(path.read_text()))
@@ -408,7 +419,8 @@ COMMON = {
     "moved": moved,
     "own": own,
     "eager": ("serial", PEER, "auto", "plan serial"),
-    "short": lambda case: case.name.split()[1] in SHORT,
+    "short": lambda case: (case["m"], case["layer"].partition(",")[0]) in SHORT,
+    "cut": True,
 }
 OVERLAP = Benchmark(
     "overlap", published, unit="ms", soak_s=0.7, pictures=pictures,

@@ -147,6 +147,29 @@ def results(name: str, folder: Path = RESULTS, gpu: str = "") -> dict[int, list[
     return dict(sorted(found.items(), reverse=True))
 
 
+OF = 8  # GPUs that sizes of layers are written down for
+
+
+def cut_for(of_8: int, shards: int) -> int:
+    """What one of so many GPUs holds where one of 8 holds `of_8`."""
+    return of_8 * OF // shards
+
+
+def held(rows: Sequence[Row]) -> str:
+    """ ", what one of 8 GPUs holds" where rows are not cut for the GPUs that ran, else ""."""
+    shards = rows[0].get("shards", 0)
+    return f", what one of {shards} GPUs holds" if shards not in (0, rows[0]["ranks"]) else ""
+
+
+def by_cut(found: Mapping[int, list[Row]]) -> list[list[Row]]:
+    """Rows of one machine and one cut of models: those cut for the GPUs that ran come first."""
+    cuts: dict[tuple[int, int], list[Row]] = {}
+    for ranks, rows in found.items():
+        for row in rows:
+            cuts.setdefault((ranks, row.get("shards", 0)), []).append(row)
+    return sorted(cuts.values(), key=lambda rows: bool(held(rows)))
+
+
 def _last(rows: Sequence[Row]) -> str:
     """The day of the newest."""
     return max(row.get("date", "") for row in rows)
@@ -167,10 +190,12 @@ def _of_kind(name: str, folder: Path, gpu: str) -> dict[int, list[Row]]:
         if len(gpus) > 1:
             raise InputError("results", str(path), want="rows of one GPU", got=", ".join(gpus))
         if rows:
-            found[ranks] = one_form(rows)
+            # before rows said it
+            found[ranks] = [{"shards": OF} | row if name in CUT else row for row in one_form(rows)]
     return found
 
 
+CUT = ("overlap", "few_rows", "decode", "experts")  # tables of layers that are cut
 KINDS = ("h200", "h100")
 OLDER = {"transports": ("copies",)}  # whose file had these rows before
 

@@ -278,13 +278,16 @@ def run(
 
 def chosen(
     benchmark: Benchmark, ranks: int, *, short: bool = False, only: str = "", shapes: str = "",
-    part: str = "1/1",
+    part: str = "1/1", shards: int = 0,
 ) -> list[Case]:  # fmt: skip
     """The cases that the command line asks for.
 
     Raises:
-        InputError: there are none, the benchmark has no sizes of one's own, or `part` is not "I/N".
+        InputError: there are none, the benchmark has no sizes of one's own or none that are cut, or
+            `part` is not "I/N".
     """
+    if shards and not benchmark.cut:
+        raise InputError("bench", "--shards", want=f"left out with {benchmark.name}", got=shards)
     if shapes and benchmark.own is None:
         raise InputError("bench", "--shapes", want=f"left out with {benchmark.name}", got=shapes)
     if shapes and benchmark.own is not None:
@@ -295,7 +298,7 @@ def chosen(
             want = "numbers such as 2048,7168,8192:512,7168,8192"
             raise InputError("bench", "--shapes", want=want, got=repr(shapes)) from error
     else:
-        cases = list(benchmark.cases(ranks))
+        cases = list(benchmark.cases(shards or ranks))
     if benchmark.apart and not only.startswith(benchmark.apart):
         cases = [case for case in cases if not case.name.startswith(benchmark.apart)]
     found = [
@@ -330,7 +333,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def pick(name: str, ranks: int) -> list[Case]:
         return chosen(declared(name), ranks, short=args.short, only=args.cases, shapes=args.shapes,
-                      part=args.part)  # fmt: skip
+                      part=args.part, shards=args.shards)  # fmt: skip
 
     takes = max(declared(name).ranks or torch.cuda.device_count() for name in names)
     gpus = args.ranks or takes

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import geometric_mean
 
-from benchmarks.rows import Row, Timed, gpus_of
+from benchmarks.rows import Row, Timed, by_cut, gpus_of, held
 
 ROOT = Path(__file__).resolve().parent.parent
 IMAGES = ROOT / "docs" / "images"
@@ -168,12 +168,13 @@ def by_machine(write: Callable[[list[Row]], str]) -> Callable[[Mapping[int, list
     """A section of a part for each number of GPUs."""
 
     def section(found: Mapping[int, list[Row]]) -> str:
-        parts = [(rows, write(rows)) for rows in found.values()]
-        return "\n\n".join(f"**{gpus_of(rows)}**\n\n{text}" for rows, text in parts if text)
+        parts = [(rows, write(rows)) for rows in by_cut(found)]
+        return "\n\n".join(f"**{gpus_of(rows)}{held(rows)}**\n\n{text}"
+                           for rows, text in parts if text)  # fmt: skip
 
     return section
 
 
 def of_most(write: Callable[[list[Row]], str]) -> Callable[[Mapping[int, list[Row]]], str]:
     """A section of the most GPUs alone."""
-    return lambda found: write(next(iter(found.values())))
+    return lambda found: write(by_cut(found)[0])
