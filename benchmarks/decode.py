@@ -16,7 +16,7 @@ import counterpoint as cp
 from benchmarks.choice import choice_of
 from benchmarks.declare import Arms, Bench, Benchmark, Call, Case, Section
 from benchmarks.pictures import bars, place, shown
-from benchmarks.rows import Row, Timed, by_cut, cut_for, held, taken
+from benchmarks.rows import OF, Row, Timed, by_cut, cut_for, held, taken
 from benchmarks.tables import (
     INVARIANT,
     Column,
@@ -51,10 +51,11 @@ def case_of(m: int, n: int, k: int, layer: str = "") -> Case:
 
 
 def cases(shards: int) -> list[Case]:
-    """All layers at few rows, the first one at more."""
+    """All layers at few rows, the first one at more; of models that the GPUs have room for."""
     made = [case_of(m, n, cut_for(k, shards), layer)
             for i, (layer, (n, k)) in enumerate(LAYERS.items())
-            for m in (*ROWS, *(() if i else MORE_ROWS))]  # fmt: skip
+            for m in (*ROWS, *(() if i else MORE_ROWS))
+            if shards >= OF or "405B" not in layer]  # fmt: skip
     return [replace(case, facts={**case.facts, "shards": shards}) for case in made]
 
 

@@ -74,7 +74,7 @@ def bench(given: Sequence[str], description: str = "") -> argparse.Namespace:
     parser.add_argument("--rounds", type=_whole, default=0, help="how often each arm is timed")
     parser.add_argument("--ranks", type=_whole, default=0, help="GPUs; 0: all")
     parser.add_argument("--shards", type=_whole, default=0, metavar="N",
-                        help="layers as one of N GPUs holds them; 0: of those that run")  # fmt: skip
+                        help="layers as one of N GPUs holds them; 0: of these")  # fmt: skip
     parser.add_argument("--out", type=Path, help="JSONL file that rows are added to, or a folder")
     parser.add_argument("--limit", type=_whole, default=LIMIT_S, help="most seconds of a benchmark")
     parser.add_argument("--done", type=Path, help="file that names are added to when they are done")

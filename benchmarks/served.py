@@ -65,7 +65,7 @@ def cases(_: int) -> list[Case]:
     """Those that we publish."""
     return [
         *(case_of(DECODE, "8B", sequences, 2048) for sequences in (1, 8, 32)),
-        *(case_of(PREFILL, "8B", 1, length) for length in (512, 2048, 8192)),
+        *(case_of(PREFILL, "8B", 1, length) for length in (2048, 8192, 512)),
         case_of(DECODE, "3B", 1, 2048), case_of(DECODE, "3B", 16, 1024),
         case_of(PREFILL, "3B", 1, 4096), case_of(DECODE, "70B", 1, 2048),
         case_of(DECODE, "70B", 8, 4096), case_of(PREFILL, "70B", 1, 8192),

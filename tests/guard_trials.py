@@ -160,6 +160,12 @@ class Call(NamedTuple):
                 dist.all_reduce(x, group=self.group)
 
 
+def wait() -> None:
+    """As a loop reads its loss: the host of a GPU runs ahead of it."""
+    if torch.get_default_device().type == "cuda":
+        torch.cuda.synchronize()
+
+
 def of_calls(fault: Fault, calls: Sequence[Call]) -> None:
     """Steps of such calls."""
     for step in range(STEPS):
@@ -169,6 +175,7 @@ def of_calls(fault: Fault, calls: Sequence[Call]) -> None:
             if i == len(made) // 2 and fault.trial.fault not in PARTS:
                 fault.alone()
             call.run()
+        wait()
 
 
 def plain(fault: Fault) -> None:
@@ -212,6 +219,7 @@ def train(model: torch.nn.Module, fault: Fault) -> None:
             loss.backward()
             optimizer.step()
         dist.all_reduce(loss.detach())
+        wait()
 
 
 def ddp(fault: Fault) -> None:
@@ -243,6 +251,7 @@ def pipeline(fault: Fault) -> None:
             dist.send(x, rank + 1)
         if not skips:
             dist.all_reduce(x)
+        wait()
 
 
 RUNS: dict[str, Callable[[Fault], None]] = {
