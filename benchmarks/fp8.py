@@ -14,7 +14,7 @@ from torch import Tensor
 
 import counterpoint as cp
 from benchmarks.declare import Arms, Bench, Benchmark, Call, Case, Section, all_gather
-from benchmarks.overlap import HEAD, SHORT, moved, published, shapes_of
+from benchmarks.overlap import HEAD, moved, published, shapes_of
 from benchmarks.rows import Row, Timed
 from benchmarks.tables import Column, arm, both_modes, by_machine, ms, table, torch_note
 from counterpoint.measure.timing import relative_error
@@ -138,6 +138,6 @@ def fp8_table(rows: list[Row]) -> str:
 
 FP8 = Benchmark(
     "fp8", published, arms, unit="ms", soak_s=0.7, moved=moved, eager=NAMES,
-    short=lambda case: case.name.split()[1] == SHORT[0],
+    short=lambda case: case["layer"] == "70B gate+up, 2048 tokens", cut=True,
     sections=(Section("docs/results/tensor_parallel.md", "fp8", by_machine(fp8_table)),),
 )  # fmt: skip

@@ -1,96 +1,119 @@
-"""The README's table and what it says of speed: each operator where most GPUs have measured it."""
+"""The README's table and what it says of speed: whole programs first, then operators."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import geometric_mean
 from typing import NamedTuple
 
-from benchmarks import compile as compiled
-from benchmarks import decode, embedding, experts, overlap
-from benchmarks.rows import Row, Timed, gpus_of, results, taken
+from benchmarks import decode, embedding, experts, fsdp, overlap, served, transformers_experts
+from benchmarks.rows import Row, Timed, by_cut, gpus_of, held, results, taken
 from benchmarks.sources import is_current
-from benchmarks.steps import UNFUSED
 from benchmarks.tables import MARK, measured
 
-HEAD = ("layer", "serial", "torch's fused operator", "counterpoint", "speedup")
+HEAD = ("program or layer", "torch's best", "counterpoint", "speedup (least)")
 NOTE = (
-    "Serial is NCCL with cuBLAS, or torch's grouped matmul and a permutation. Picked lines of what "
-    "one of 8 GPUs holds. Eager lines, which suit torch better, kept the GPU busy. The last is "
-    "eager, the others CUDA graphs."
+    "Programs are unmodified; of a model fewer layers, as said. *Least*: of all sizes measured of "
+    "that kind. Layers are as one of the GPUs here holds them. Decoding is timed in CUDA graphs; "
+    "prefill too; training is eager."
 )
+NAMED = {served.PLAIN: "torch.compile", served.ONE_SHOT: "torch.compile, one-shot all-reduce",
+        overlap.PEER: "its fused operator", "torch one_shot": "one-shot all-reduce",
+        "torch two_shot": "two-shot all-reduce", "serial": "NCCL and cuBLAS"}  # fmt: skip
 OTHER = f"{MARK} Not known to be of today's code."
-STEP = "forward + backward, by "
 
 
 class Line(NamedTuple):
-    """One line of the table, in seconds; without a peer, torch has no such operator."""
+    """One line of the table, in seconds."""
 
-    layer: str
-    serial_s: float
+    name: str
+    theirs: str
+    """Which of torch's ways is the fastest."""
+    theirs_s: float
     ours_s: float
     rows: Sequence[Row]
-    peer_s: float | None = None
+    least: float
+    """Of all cases of the kind."""
 
 
 def rows_of(name: str) -> list[Row]:
-    """The rows of the most GPUs."""
-    return next(iter(results(name).values()))
+    """The rows of the most GPUs that ran layers cut for them; else those of the most GPUs."""
+    return by_cut(results(name))[0]
 
 
-def _fair(layer: str, case: Timed, peers: Sequence[str]) -> Line:
-    """A line in the mode in which the better of torch's operators does better."""
-    times = {
-        mode: {name: row["median_s"] for name, row in arms.items()}
-        for mode, arms in case.modes.items() if {"serial", "auto", peers[0]} <= {*arms}
-    }  # fmt: skip
-    mode, best = min(times.items(), key=lambda t: min(t[1][p] for p in peers) / t[1]["auto"])
-    layer += ", eager" if mode == "eager" else ""
-    return Line(layer, best["serial"], best["auto"], case.rows, min(best[p] for p in peers))
+def _line(
+    name: str, cases: Sequence[Timed], pick: Callable[[Timed], bool], torchs: Sequence[str],
+    ours: str,
+) -> Line:  # fmt: skip
+    """Of the one case that is picked; the least is of all."""
+    (case,) = filter(pick, cases)
+    best = case.fastest(torchs)
+
+    def gain(each: Timed) -> float:
+        return each.s(each.fastest(torchs)) / each.s(ours)
+
+    worst = min(cases, key=gain)
+    rows = case.rows if worst is case else [*case.rows, *worst.rows]
+    return Line(name, best, case.s(best), case.s(ours), rows, gain(worst))
 
 
-def lines() -> list[Line]:
-    """One layer of each operator, and a step whose kernels stay as they are."""
-    found: list[Line] = []
-    matmuls = overlap.shapes_of(rows_of("overlap"))
-    for op, (m, n, k), layer in (
-        ("all_gather_matmul", (8192, 1280, 8192), "Llama-3-70B QKV shard: all-gather + matmul"),
-        (
-            "matmul_reduce_scatter",
-            (8192, 8192, 3584),
-            "Llama-3-70B down shard: matmul + reduce-scatter",
-        ),
+def programs() -> list[Line]:
+    """Unmodified models, whole steps of them, on the GPUs that were lent last."""
+    found = taken(results("served")[2], "step", "model", "sequences", "length")
+    torchs = (served.PLAIN, served.ONE_SHOT)
+    lines: list[Line] = []
+    for step, sequences, length, what in (
+        (served.DECODE, 1, 2048, "1 token behind 2048"),
+        (served.PREFILL, 1, 8192, "8192 tokens"),
     ):
-        (case,) = (c for c in matmuls if (c.head["op"], *(c.head[i] for i in "mnk"))
-                   == (op, m, n, k))  # fmt: skip
-        found.append(_fair(f"{layer}, {m} tokens", case, [overlap.PEER]))
-    (case,) = (c for c in decode.shapes_of(rows_of("decode"))
-               if (c.head["m"], c.head["layer"]) == (1, "Llama-3-70B O"))  # fmt: skip
-    found.append(_fair("Llama-3-70B O shard: matmul + all-reduce, 1 token", case, decode.TORCH))
-    (back,) = (c for c in experts.said(rows_of("experts")) if c.combines and
-               (c.head["model"], c.head["tokens"], c.head["routing"])
-               == ("DeepSeek-V3", 4096, "uniform"))  # fmt: skip
-    layer = "DeepSeek-V3 experts: grouped matmul + all-to-all, 4096 tokens"
-    found.append(Line(layer, back.in_place_s, back.auto[1], back.case.rows))
-    whole = taken(rows_of("steps"), "model", "size")
-    (step,) = (c for c in whole if (c.head["model"], c.head["size"]) == ("Qwen3-235B", 4096))
-    layer = f"Qwen3-235B experts: forward + backward, 4096 tokens ({gpus_of(step.rows)})"
-    arms = {arm.removeprefix(STEP): row["median_s"] for arm, row in step.eager.items()}
-    unfused_s = min(arms[way] for way in UNFUSED["experts"] if way in arms)
-    found.append(Line(layer, unfused_s, arms["default"], step.rows))
-    return found
+        some = [case for case in found if case.head["step"] == step]
+        head = some[0].head
+        name = f"transformers {step}, Llama-8B ({head['layers']} layers), {what}"
+        lines.append(_line(
+            name, some, lambda c, given=(sequences, length): (
+                c.head["sequences"], c.head["length"]) == given, torchs, served.OURS,
+        ))  # fmt: skip
+    steps = taken(results("fsdp")[2], "case")
+    name = f"FSDP2 training step, {fsdp.LAYERS} Llama-8B layers, 4096 tokens"
+    lines.append(_line(name, steps, lambda c: c.head["case"] == "eager 4096", fsdp.TORCHS,
+                       fsdp.OURS))  # fmt: skip
+    moe = taken(results("transformers_experts")[2], "model", "tokens")
+    name = (
+        f"transformers training step, Qwen3-30B-A3B ({moe[0].head['layers']} layers), 4096 tokens"
+    )
+    lines.append(_line(name, moe, lambda c: c.head["tokens"] == 4096, [transformers_experts.THEIRS],
+                       transformers_experts.OVERLAPPED))  # fmt: skip
+    return lines
 
 
-def _time(seconds: float | None) -> str:
-    if seconds is None:
-        return "-"
-    return f"{seconds * 1e3:.2f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} us"
+def operators() -> list[Line]:
+    """Layers, each beside the better of torch's ways."""
+    matmuls, few = overlap.shapes_of(rows_of("overlap")), decode.shapes_of(rows_of("decode"))
+    lines: list[Line] = []
+    for op, layer, name in (
+        ("all_gather_matmul", "70B qkv", "all-gather + matmul, Llama-70B QKV, 8192 tokens"),
+        ("matmul_reduce_scatter", "70B down", "matmul + reduce-scatter, Llama-70B down, "
+                                              "8192 tokens"),
+    ):  # fmt: skip
+        some = [case for case in matmuls if case.head["op"] == op]
+        lines.append(_line(name, some, lambda c, layer=layer: c.head["layer"] == layer,
+                           ["serial", overlap.PEER], "auto"))  # fmt: skip
+    name = "matmul + all-reduce, Llama-70B O, 1 token"
+    lines.append(_line(name, few, lambda c: (c.head["m"], c.head["layer"]) == (1, "Llama-3-70B O"),
+                       ["serial", *decode.TORCH], "auto"))  # fmt: skip
+    return lines
+
+
+def _time(seconds: float) -> str:
+    number, unit = (seconds * 1e3, "ms") if seconds >= 1e-3 else (seconds * 1e6, "us")
+    return f"{number:#.3g} {unit}".replace(". ", " ")
 
 
 def table() -> str:
     """Of the README."""
     every = [
-        ([line.layer, _time(line.serial_s), _time(line.peer_s), _time(line.ours_s),
-          f"**{line.serial_s / line.ours_s:.2f}x**"], line.rows)
-        for line in lines()
+        ([line.name, f"{_time(line.theirs_s)}, {NAMED.get(line.theirs, line.theirs)}",
+          _time(line.ours_s), f"**{line.theirs_s / line.ours_s:.2f}x** ({line.least:.2f}x)"],
+         line.rows)
+        for line in (*programs(), *operators())
     ]  # fmt: skip
     return measured(HEAD, every, NOTE, older=_mark, said_of=OTHER)
 
@@ -101,12 +124,10 @@ def _spread(ratios: Sequence[float]) -> str:
 
 
 def bullets() -> str:
-    """What each kind of user gains in the mean and at least, and where something is slower."""
-    large = overlap.shapes_of(rows_of("overlap"))
-    few = decode.few_of(rows_of("decode"))
+    """What each kind of operator gains in the mean and at least, and where something is slower."""
+    matmuls, few = rows_of("overlap"), rows_of("decode")
+    layers, one = overlap.shapes_of(matmuls), decode.few_of(few)
     bags = embedding.said(rows_of("embedding"))
-    where = {name: gpus_of(rows_of(name)) for name in ("overlap", "decode", "experts",
-                                                       "embedding")}  # fmt: skip
     found = results("experts")
     device = {gpus_of(rows): [c.pair_s / c.ours_s for c in experts.said(rows)]
               for rows in found.values()}  # fmt: skip
@@ -118,37 +139,26 @@ def bullets() -> str:
                      for which, ratios in device.items())  # fmt: skip
     lost = lost.replace(" on ", " expert cases on ", 1)
     worst = min(r for ratios in device.values() for r in ratios)
-    two = results("decode")[2]
-    plain = min(c.eager["serial"]["plain_eager_s"] / c.eager["auto"]["plain_eager_s"]
-                for c in decode.shapes_of(two))  # fmt: skip
-    tensor, one = ([c.s("serial") / c.s("auto") for c in cases] for cases in (large, few))
+    plain = min(map(overlap.plain_gain, (*layers, *decode.shapes_of(few))))
+    serial = [[c.s("serial") / c.s("auto") for c in cases] for cases in (layers, one)]
+    peers = [c.fair(overlap.PEER, "auto") for c in layers], [decode.over_torch(c) for c in one]
     pooled = [c.serial_s / c.copy_s for c in bags]
     return "\n".join([
-        "Speedups: geometric mean (least), NVLink multicast "
-        "[off](docs/support.md#nvlink-multicast).",
+        "Operators by kind, geometric mean (least):",
         "",
-        f"- **Tensor parallelism**: {_spread(tensor)}{_mark(rows_of('overlap'))} over NCCL, then "
-        f"cuBLAS, in CUDA graphs: {len(large)} Llama-3 layers as one of 8 GPUs holds them, run on "
-        f"{where['overlap']}.",
-        f"- **Decoding**: {_spread(one)}{_mark(rows_of('decode'))} over the same: matmul + "
-        f"all-reduce of 1 to 64 tokens, {where['decode']}. {_whole()}",
+        f"- **Tensor parallelism**: {_spread(serial[0])}{_mark(matmuls)} over NCCL, then cuBLAS, "
+        f"{_spread(peers[0])} over torch's fused operators: {len(layers)} Llama-70B layers"
+        f"{held(matmuls)}, {gpus_of(matmuls)}.",
+        f"- **Decoding**: {_spread(serial[1])}{_mark(few)}, {_spread(peers[1])} over torch's "
+        f"all-reduces: matmul + all-reduce of 1 to 64 tokens{held(few)}, {gpus_of(few)}.",
         f"- **Experts**: over NCCL and torch's grouped matmul, counts on the GPU: {each}.",
         f"- **Embedding tables**: {_spread(pooled)}{_mark(bags[0].case.rows)} over lookups, then "
-        f"NCCL, single calls, {len(bags)} sizes, {where['embedding']}.",
+        f"NCCL, single calls, {len(bags)} sizes, {gpus_of(rows_of('embedding'))}.",
         "",
-        f"Slower: {lost}, {worst:.2f}x at worst; single eager decode calls, {plain:.2f}x at worst "
-        f"({gpus_of(two)}). Where no gain is predicted, "
+        f"Slower: {lost}, {worst:.2f}x at worst; single eager calls of few tokens, {plain:.2f}x at "
+        f"worst ({gpus_of(few)}). Where no gain is predicted, "
         '`plan="auto"` calls NCCL and cuBLAS, except for experts with counts on the GPU.',
     ])  # fmt: skip
-
-
-def _whole() -> str:
-    """What whole layers gain in decoding, of which matmul + all-reduce are a part."""
-    torch = (compiled.PLAIN, compiled.SCHEDULED, compiled.ONE_SHOT)
-    rows = [r for r in rows_of("compile") if r["step"] == compiled.DECODE and r["width"] == "70B"]
-    ratios = [ratio for case in taken(rows, "case")
-              if (ratio := compiled.over(case.graph, torch)) is not None]  # fmt: skip
-    return f"A whole compiled 70B layer: {_spread(ratios)}{_mark(rows)}, {gpus_of(rows)}."
 
 
 def _mark(rows: Sequence[Row]) -> str:

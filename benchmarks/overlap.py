@@ -358,11 +358,12 @@ def _eager(case: Timed, name: str) -> float:
 def _plain(case: Timed) -> float:
     """serial / auto of single calls with the host's time in them."""
     if pair := case.eager["auto"].get("baseline_over_arm"):
-        return pair[0] if case.head["table"] == "few rows" else _ratio(case)
-    return _ratio(case)
+        return pair[0] if case.head["table"] == "few rows" else plain_gain(case)
+    return plain_gain(case)
 
 
-def _ratio(case: Timed) -> float:
+def plain_gain(case: Timed) -> float:
+    """serial / auto of single calls, the host's time in them."""
     return case.eager["serial"]["plain_eager_s"] / case.eager["auto"]["plain_eager_s"]
 
 
@@ -398,7 +399,8 @@ def pictures(found: Mapping[int, list[Row]], images: Path) -> None:
         (file,) = SHIPPED.glob(f"*-{path.stem.split('-')[1][:-1]}.json")
         there = Machine.from_json(json.dumps(json.loads(file.read_text())["machine"]))
         plan = build(problem_of({"op": op, "m": m, "n": n, "k": k}, there.num_devices), spec, there)
-        same = [c for c in shapes if c.head["ranks"] == there.num_devices
+        same = [c for rows in by_cut(found) for c in shapes_of(rows)
+                if c.head["ranks"] == there.num_devices
                 and c.head["op"] == op and [c.head[i] for i in "mnk"] == [m, n, k]]  # fmt: skip
         if same:
             _timelines(plan, measured, same[0].s("serial"), there, images / f"{NAMES[op]}.svg")
@@ -418,7 +420,9 @@ def _timelines(
         replace(timeline, title="", source=source)
         for timeline, source in ((ours, predicted), (measured, f"counterpoint, measured: {ratio}"))
     ]
-    title = f"{layer}, on {p.ranks} H200s: {ratio} as fast, because copies run beside matmuls"
+    title = (
+        f"{layer}, one of 8 GPUs' part, on {p.ranks} H200s: {ratio}, as copies run beside matmuls"
+    )
     in_both(path, lambda path, theme: draw_timeline(
         replace(serial, title=title, source=top), path, beside=panels, ranks=[0], width_in=9,
         dark=theme is DARK,

@@ -133,17 +133,20 @@ def results(name: str, folder: Path = RESULTS, gpu: str = "") -> dict[int, list[
     Args:
         name: of the benchmark.
         folder: of the files.
-        gpu: as `kind_of` says it: rows of this kind alone; "": of each number of GPUs those of the
-            kind that was measured last.
+        gpu: as `kind_of` says it: rows of this kind alone; "": of each number of GPUs, and each cut
+            of models, those of the kind that was measured last.
 
     Raises:
         InputError: a file has rows of more than one GPU, such as an H100 PCIe and an H100 NVL.
     """
-    found: dict[int, list[Row]] = {}
+    last: dict[tuple[int, int], list[Row]] = {}
     for kind in (gpu,) if gpu else KINDS:
-        for ranks, rows in _of_kind(name, folder, kind).items():
-            if ranks not in found or _last(rows) > _last(found[ranks]):
-                found[ranks] = rows
+        for cut, rows in _cuts(_of_kind(name, folder, kind)).items():
+            if cut not in last or _last(rows) > _last(last[cut]):
+                last[cut] = rows
+    found: dict[int, list[Row]] = {}
+    for (ranks, _), rows in last.items():
+        found.setdefault(ranks, []).extend(rows)
     return dict(sorted(found.items(), reverse=True))
 
 
@@ -163,11 +166,16 @@ def held(rows: Sequence[Row]) -> str:
 
 def by_cut(found: Mapping[int, list[Row]]) -> list[list[Row]]:
     """Rows of one machine and one cut of models: those cut for the GPUs that ran come first."""
+    return sorted(_cuts(found).values(), key=lambda rows: bool(held(rows)))
+
+
+def _cuts(found: Mapping[int, list[Row]]) -> dict[tuple[int, int], list[Row]]:
+    """By number of GPUs, and by that of those that a model is cut over."""
     cuts: dict[tuple[int, int], list[Row]] = {}
     for ranks, rows in found.items():
         for row in rows:
             cuts.setdefault((ranks, row.get("shards", 0)), []).append(row)
-    return sorted(cuts.values(), key=lambda rows: bool(held(rows)))
+    return cuts
 
 
 def _last(rows: Sequence[Row]) -> str:
@@ -195,7 +203,7 @@ def _of_kind(name: str, folder: Path, gpu: str) -> dict[int, list[Row]]:
     return found
 
 
-CUT = ("overlap", "few_rows", "decode", "experts")  # tables of layers that are cut
+CUT = ("overlap", "few_rows", "decode", "experts", "fp8")  # tables of layers that are cut
 KINDS = ("h200", "h100")
 OLDER = {"transports": ("copies",)}  # whose file had these rows before
 

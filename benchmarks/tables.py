@@ -177,4 +177,4 @@ def by_machine(write: Callable[[list[Row]], str]) -> Callable[[Mapping[int, list
 
 def of_most(write: Callable[[list[Row]], str]) -> Callable[[Mapping[int, list[Row]]], str]:
     """A section of the most GPUs alone."""
-    return lambda found: write(by_cut(found)[0])
+    return lambda found: write(by_cut({max(found): found[max(found)]})[0])

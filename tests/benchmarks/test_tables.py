@@ -35,8 +35,18 @@ from benchmarks import (
 from benchmarks.declare import Benchmark, Section
 from benchmarks.options import NAMES
 from benchmarks.readme import commands, replace, variables, write
-from benchmarks.rows import Row, gpus_of, kind_of, one_form, results, rows_of, taken
-from benchmarks.runner import declared
+from benchmarks.rows import (
+    Row,
+    by_cut,
+    gpus_of,
+    held,
+    kind_of,
+    one_form,
+    results,
+    rows_of,
+    taken,
+)
+from benchmarks.runner import chosen, declared
 from benchmarks.tables import (
     MARK,
     ROOT,
@@ -103,7 +113,7 @@ def test_fp8_is_compared_with_serial_torch_and_bf16_in_the_mode_that_is_said():
                        "fp8": 2.0},
              "eager": {"serial": 9.0, fp8.PEER: 2.4, "bf16": 9.0, "fp8": 2.0}}  # fmt: skip
     rows = [HEAD | dict(case.facts) | {"arm": arm, "mode": mode, "median_s": t * 1e-3}
-            for case in overlap.published(2)
+            for case in overlap.published(8)
             for mode, arms in times.items() for arm, t in arms.items()]  # fmt: skip
     text = fp8.fp8_table(rows)
     assert text.splitlines()[2].endswith(
@@ -476,8 +486,32 @@ def test_the_readme_says_what_the_committed_rows_say():
         assert f"<!-- {marker}:start -->\n{plain(text)}\n<!-- {marker}:end -->" in page, (
             "run `make readme`"
         )
-    lines = front.lines()
-    assert len(lines) <= 6 and all(line.serial_s > line.ours_s for line in lines)
+    lines = [*front.programs(), *front.operators()]
+    assert len(lines) <= 8
+    for line in lines:
+        gain = line.theirs_s / line.ours_s
+        assert line.least <= gain and held(line.rows) == ""
+        assert f"**{gain:.2f}x** ({line.least:.2f}x)" in page
+
+
+def test_layers_are_cut_for_the_gpus_that_ran():
+    rows: list[Row] = [HEAD | {"shards": shards, "ranks": ranks} for ranks, shards in
+                       ((4, 8), (2, 8), (2, 2))]  # fmt: skip
+    found = by_cut({4: rows[:1], 2: rows[1:]})
+    assert found == [[rows[2]], [rows[0]], [rows[1]]], "those that hold their own part come first"
+    assert [held(each) for each in found] == ["", *[", what one of 8 GPUs holds"] * 2]
+    assert "8 GPUs" not in held([HEAD]), "of no model's part"
+    for benchmark in (overlap.OVERLAP, overlap.FEW_ROWS, decode.DECODE, experts.EXPERTS, fp8.FP8):
+        own, of_8 = (chosen(benchmark, 2, shards=shards) for shards in (0, 8))
+        assert {case["shards"] for case in own} == {2} and len(own) <= len(of_8)
+        small = {case["layer"] if "layer" in case.facts else case.name: case for case in of_8}
+        for case in own:
+            other = small[case["layer"] if "layer" in case.facts else case.name]
+            part = "n" if case.facts.get("op") == "all_gather_matmul" else "k"
+            part = "experts" if "experts" in case.facts else part
+            assert case[part] == 4 * other[part]
+    with pytest.raises(InputError, match="--shards"):
+        chosen(training.TRAINING, 2, shards=8)
 
 
 @pytest.mark.parametrize("benchmark", QUICK, ids=lambda benchmark: benchmark.name)

@@ -28,9 +28,9 @@ def bench(context: typer.Context) -> None:
     **Example:** `counterpoint bench overlap --list`
 
     ```text
-    all_gather_matmul 8192,1280,8192
-    all_gather_matmul 8192,7168,8192
-    all_gather_matmul 8192,13312,16384
+    all_gather_matmul 8192,5120,8192
+    all_gather_matmul 8192,28672,8192
+    all_gather_matmul 2048,28672,8192
     ```
 
     **Example:** `counterpoint bench overlap --cases all_gather_matmul --shapes 2048,7168,8192`
