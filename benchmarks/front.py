@@ -11,13 +11,13 @@ from benchmarks.tables import MARK, measured
 
 HEAD = ("program or layer", "torch's best", "counterpoint", "speedup (least)")
 NOTE = (
-    "Programs are unmodified; of a model fewer layers, as said. *Least*: of all sizes measured of "
-    "that kind. Layers are as one of the GPUs here holds them. Decoding is timed in CUDA graphs; "
-    "prefill too; training is eager."
+    "Programs are unmodified, with fewer layers. In parentheses: the least of all sizes of that "
+    "kind. Layers are cut for the GPUs here. Training is eager, the rest CUDA graphs."
 )
 NAMED = {served.PLAIN: "torch.compile", served.ONE_SHOT: "torch.compile, one-shot all-reduce",
         overlap.PEER: "its fused operator", "torch one_shot": "one-shot all-reduce",
-        "torch two_shot": "two-shot all-reduce", "serial": "NCCL and cuBLAS"}  # fmt: skip
+        "torch two_shot": "two-shot all-reduce", "serial": "NCCL and cuBLAS",
+         fsdp.ZERO_CTA: "NCCL's copy-engine gathers"}  # fmt: skip
 OTHER = f"{MARK} Not known to be of today's code."
 
 
@@ -87,15 +87,10 @@ def programs() -> list[Line]:
 def operators() -> list[Line]:
     """Layers, each beside the better of torch's ways."""
     matmuls, few = overlap.shapes_of(rows_of("overlap")), decode.shapes_of(rows_of("decode"))
-    lines: list[Line] = []
-    for op, layer, name in (
-        ("all_gather_matmul", "70B qkv", "all-gather + matmul, Llama-70B QKV, 8192 tokens"),
-        ("matmul_reduce_scatter", "70B down", "matmul + reduce-scatter, Llama-70B down, "
-                                              "8192 tokens"),
-    ):  # fmt: skip
-        some = [case for case in matmuls if case.head["op"] == op]
-        lines.append(_line(name, some, lambda c, layer=layer: c.head["layer"] == layer,
-                           ["serial", overlap.PEER], "auto"))  # fmt: skip
+    gathers = [case for case in matmuls if case.head["op"] == "all_gather_matmul"]
+    name = "all-gather + matmul, Llama-70B QKV, 8192 tokens"
+    lines = [_line(name, gathers, lambda c: c.head["layer"] == "70B qkv",
+                   ["serial", overlap.PEER], "auto")]  # fmt: skip
     name = "matmul + all-reduce, Llama-70B O, 1 token"
     lines.append(_line(name, few, lambda c: (c.head["m"], c.head["layer"]) == (1, "Llama-3-70B O"),
                        ["serial", *decode.TORCH], "auto"))  # fmt: skip
@@ -144,20 +139,21 @@ def bullets() -> str:
     peers = [c.fair(overlap.PEER, "auto") for c in layers], [decode.over_torch(c) for c in one]
     pooled = [c.serial_s / c.copy_s for c in bags]
     return "\n".join([
-        "Operators by kind, geometric mean (least):",
+        "Operators, geometric mean (least):",
         "",
-        f"- **Tensor parallelism**: {_spread(serial[0])}{_mark(matmuls)} over NCCL, then cuBLAS, "
+        f"- **Tensor parallelism**: {_spread(serial[0])}{_mark(matmuls)} over NCCL and cuBLAS, "
         f"{_spread(peers[0])} over torch's fused operators: {len(layers)} Llama-70B layers"
         f"{held(matmuls)}, {gpus_of(matmuls)}.",
-        f"- **Decoding**: {_spread(serial[1])}{_mark(few)}, {_spread(peers[1])} over torch's "
-        f"all-reduces: matmul + all-reduce of 1 to 64 tokens{held(few)}, {gpus_of(few)}.",
-        f"- **Experts**: over NCCL and torch's grouped matmul, counts on the GPU: {each}.",
+        f"- **Decoding**: {_spread(serial[1])}{_mark(few)} over both, {_spread(peers[1])} over "
+        f"torch's all-reduces: matmul + all-reduce of 1 to 64 tokens{held(few)}, {gpus_of(few)}.",
+        "- **Experts**: over NCCL and torch's grouped matmul, token counts known to the GPU "
+        f"alone: {each}.",
         f"- **Embedding tables**: {_spread(pooled)}{_mark(bags[0].case.rows)} over lookups, then "
         f"NCCL, single calls, {len(bags)} sizes, {gpus_of(rows_of('embedding'))}.",
         "",
         f"Slower: {lost}, {worst:.2f}x at worst; single eager calls of few tokens, {plain:.2f}x at "
         f"worst ({gpus_of(few)}). Where no gain is predicted, "
-        '`plan="auto"` calls NCCL and cuBLAS, except for experts with counts on the GPU.',
+        '`plan="auto"` calls NCCL and cuBLAS, except for such experts.',
     ])  # fmt: skip
 
 

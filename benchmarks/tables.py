@@ -99,8 +99,8 @@ def measured(
 ) -> str:  # fmt: skip
     """A table of rows, and under it where they are from; "" without lines.
 
-    A line that has rows of older code than the newest of the table is marked, and that is said. A
-    column without a number is left out.
+    A line that has rows of older code than the newest of the table is marked, and that is said: of
+    another commit, and not of the same source. A column without a number is left out.
 
     Args:
         head: of the columns.
@@ -117,9 +117,12 @@ def measured(
     head, every = [head[i] for i in full], [([cells[i] for i in full], r) for cells, r in every]
     rows = [row for _, some in every for row in some] + list(also)
     newest = max(rows, key=_age)["commit"]
+    same = {row["source"] for row in rows if row["commit"] == newest and "source" in row}
 
     def is_older(some: Sequence[Row]) -> object:
-        return older(some) if older else any(row["commit"] != newest for row in some)
+        if older:
+            return older(some)
+        return any(row["commit"] != newest and row.get("source") not in same for row in some)
 
     marked = [cells for cells, some in every if is_older(some)]
     for cells in marked:
