@@ -76,7 +76,7 @@ torches:  ## FSDP2 of each torch: tests/fsdp under 2.11 to 2.14, an environment 
 	  $$at/bin/python -m pytest -q -n auto -p no:cacheprovider -W default tests/fsdp; \
 	done
 
-frameworks: $(VENV)/.ready-dev  ## models of transformers, accelerate, Lightning, torchtitan and vLLM: the real packages on CPU ranks; 14 minutes, 2 GiB
+frameworks: $(VENV)/.ready-dev  ## models of transformers, accelerate, Lightning, torchtitan, TorchRec and vLLM: the real packages on CPU ranks; 14 minutes, 2 GiB
 	@$(VENV)/bin/python .ci/frameworks.py
 
 clean:  ## remove all that make made

@@ -16,10 +16,16 @@ VENV = Path(".venv")
 # torch of its own
 PARTS_OF_VLLM = ["aiohttp", "cbor2", "depyf", "openai", "oss-harmony", "psutil", "pyzmq", "regex",
                  "sentencepiece", "transformers>=5.16.1,<5.21"]  # fmt: skip
+PARTS_OF_TORCHREC = ["--no-deps", "tensordict", "torchmetrics", "lightning-utilities",
+                     "pyre-extensions", "iopath", "tqdm", "portalocker", "typing-inspect",
+                     "mypy-extensions", "cloudpickle", "orjson", "pyvers", "importlib-metadata",
+                     "zipp"]  # fmt: skip
 # what pip installs, in its calls one after another
 WANTED = {
     "out/frameworks": [["transformers>=5.24", "accelerate"], ["torchtitan"], ["lightning"]],
     "out/vllm": [["--no-deps", "vllm==0.33.0"], PARTS_OF_VLLM],
+    # its declared dependencies are builds for CUDA
+    "out/torchrec": [["--no-deps", "torchrec==1.9.2", "fbgemm-gpu-cpu==1.8.0"], PARTS_OF_TORCHREC],
 }
 OF_FSDP = "tests/fsdp/test_frameworks.py"
 
@@ -38,6 +44,7 @@ FRAMEWORKS = [
     Framework("accelerate", "out/frameworks", [OF_FSDP, "-k", "accelerate"]),
     Framework("lightning", "out/frameworks", [OF_FSDP, "-k", "lightning"]),
     Framework("torchtitan", "out/frameworks", ["tests/adapters/test_torchtitan.py"]),
+    Framework("torchrec", "out/torchrec", ["tests/adapters/test_torchrec.py"]),
     Framework("vllm", "out/vllm", ["tests/adapters/test_vllm.py"]),
 ]  # fmt: skip
 

@@ -82,7 +82,7 @@ def test_the_api_has_every_public_name():
     assert names("scale.md") == scale.__all__
     assert set(names("device.md")) >= set(device.__all__)
     adapters = (DOCS / "api" / "frameworks.md").read_text()
-    for name in ("transformers", "torchtitan", "torchtitan_experts", "vllm"):
+    for name in ("transformers", "torchtitan", "torchtitan_experts", "torchrec", "vllm"):
         assert f"::: counterpoint.adapters.{name}\n" in adapters
 
 
