@@ -197,13 +197,9 @@ def _why_not_fp8(model: Model, layout: Layout, network: Network) -> str:
         return "tp is 1" if layout.tp == 1 else "the sequence is not shared out between matmuls"
     device = network.machine.device
     if not fp8.multiplies_fp8(device):
-        return f"the {device.name} has no fp8 matmuls"
+        return f"it needs compute capability 8.9; not on {device.name}"
     layers = ChosenLayers(model, layout, network, "none", frozenset({"fp8"}))
-    try:  # sizes that tensor cores take
-        (layers.dense if model.num_dense else layers.sparse)()
-    except InputError as error:
-        return str(error)
-    return ""
+    return _refused(layers.dense if model.num_dense else layers.sparse)
 
 
 def _why_not_attention(model: Model, layout: Layout, network: Network) -> str:
@@ -214,6 +210,15 @@ def _why_not_attention(model: Model, layout: Layout, network: Network) -> str:
         return "ranks that share a sequence are on several nodes"
     if model.key_rank or model.windowed or not layout.flash_attention:
         return "it has no latent attention, no sliding windows, and is a flash attention"
+    return _refused(ChosenLayers(model, layout, network, "none", frozenset()).attention_saves_s)
+
+
+def _refused(priced: Callable[[], object]) -> str:
+    """Why no plan takes sizes of a step; "" if one does."""
+    try:
+        priced()
+    except InputError as error:
+        return str(error)
     return ""
 
 

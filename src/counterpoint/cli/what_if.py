@@ -32,7 +32,7 @@ def show_what_if(
     console.print(step.title, markup=False, soft_wrap=True)
     console.print(str(step.memory), markup=False, soft_wrap=True,
                   style="" if step.memory.fits else "bold red")  # fmt: skip
-    console.print(f"{step.seconds * 1e3:#.4g} ms a step by serial plans, predicted\n")
+    console.print(f"{step.seconds * 1e3:,.3f} ms a step by serial plans, predicted\n")
     console.print(_table(found) if found.ours else "nothing of this library saves any of it")
     if found.without:
         console.print("\nnothing is saved by:")
@@ -52,9 +52,9 @@ def _table(found: WhatIf) -> Any:
     shown = table("mechanism, each alone", ">saves, ms", ">speedup", "turned on by")
     for each in found.ours:
         shown.add_row(each.name, f"{each.saves_s * 1e3:.3f}", f"{each.speedup:.3f}x", each.line)
-    none_s, together_s = found.step.seconds, found.together_s
-    shown.add_row("all of these", f"{(none_s - together_s) * 1e3:.3f}", f"{none_s / together_s:.3f}x", "",
-                  style="bold")  # fmt: skip
+    none_s, all_s = found.step.seconds, found.together_s
+    saves, speedup = f"{(none_s - all_s) * 1e3:.3f}", f"{none_s / all_s:.3f}x"
+    shown.add_row("all of these", saves, speedup, "", style="bold")
     return shown
 
 
@@ -69,8 +69,9 @@ def _of_puts(found: WhatIf) -> str:
 
 def _sizes(found: WhatIf) -> Any:
     """What sending as it pools would save of a DLRM's step, by its sizes."""
-    shown = table("sizes", ">step, ms", ">ours", ">GPU-initiated", ">of forward",
-                  ">at most", title=f"\nshares of a step that are saved; GPU-initiated: {NOT_OURS}")  # fmt: skip
+    title = f"\nshares of a step that are saved; GPU-initiated: {NOT_OURS}"
+    columns = ">step, ms", ">ours", ">GPU-initiated", ">of forward", ">at most"
+    shown = table("sizes", *columns, title=title)
     for each in found.sizes:
         shares = (each.ours, each.puts, each.of_forward, each.bound)
         shown.add_row(each.label, f"{each.seconds * 1e3:.3f}",
