@@ -21,14 +21,15 @@ def reasons(found: WhatIf) -> dict[str, str]:
 
 def test_the_largest_is_first_and_all_together_save_at_least_as_much():
     found = priced("llama3-8b", tp=2, cp=2, dp=2, data_parallel_sharding="fsdp")
-    none_s = found.step.seconds
+    none_s = found.none_s
+    assert none_s > found.step.seconds  # copies of FSDP2, which no column has
     saved = [each.saves_s for each in found.ours]
     assert saved == sorted(saved, reverse=True) and len(saved) == 4
     assert found.together_s == pytest.approx(none_s - sum(saved), rel=0.01)
     for each in found.ours:
         assert each.speedup == pytest.approx(none_s / (none_s - each.saves_s)) and not each.why
         assert each.line.startswith("counterpoint.")
-    assert any("cp.overlap recovers" in line for line in found.assumptions)
+    assert any("cp.overlap predicts" in line for line in found.assumptions)
 
 
 def test_experts_between_nodes():

@@ -5,11 +5,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
+from counterpoint.fsdp.predicted_step import Sizes, predicted_step
 from counterpoint.problem import Problem
+from counterpoint.scale import constants
 from counterpoint.scale.layer import Layers
+from counterpoint.scale.layout import Layout
 from counterpoint.scale.mechanisms import puts
 from counterpoint.scale.mechanisms.fp8 import FP8_CAST_BYTES
-from counterpoint.scale.network.fabric import Group
+from counterpoint.scale.network.fabric import Group, Network
 from counterpoint.scale.operators import Placed, pair_s, placed
 from counterpoint.scale.parts import Both, Parts
 from counterpoint.scale.recommenders.step import DlrmStep
@@ -96,19 +99,39 @@ class ChosenLayers(Layers):
 
 
 class ChosenStep(Step):
-    """A step of such layers, in which `cp.overlap` recovers a share of FSDP2's exposed time."""
+    """A step of such layers, whose FSDP2 is priced as `cp.overlap` predicts it, within a node.
 
-    def __init__(self, layers: Layers, recovered: float) -> None:
+    That is torch's way, its copies and packing included, which `Step` leaves out; with "FSDP" ours.
+    """
+
+    def __init__(self, layers: ChosenLayers) -> None:
         super().__init__(layers)
-        self.recovered = recovered
+        self.on = layers.on
 
     def _sharded(self, layer: Both, parameters: tuple[float, float]) -> Both:
-        found = super()._sharded(layer, parameters)
-        forward, backward = (
-            parts + Parts({"data parallel": -self.recovered * parts.get("data parallel", 0.0)})
-            for parts in (found.forward, found.backward)
-        )
-        return replace(found, forward=forward, backward=backward)
+        if not within_a_node(self.layout, self.network):
+            return super()._sharded(layer, parameters)
+        shared, experts = parameters
+        if self.layout.ep > 1:  # their shards are of fewer ranks
+            layer = super()._sharded(layer, (0.0, experts))
+        else:
+            shared += experts
+        count, ranks = max(self.model.layers // self.layout.pp, 1), self.groups()[0].size
+        sizes = Sizes(round(shared), round(shared), int(constants.PARAMETER_BYTES.value))
+        computation_s = count * layer.seconds
+        found = predicted_step([sizes] * count, ranks, self.network.machine.costs, computation_s)
+        took_s = found.ours_s if "FSDP" in self.on else found.as_is_s
+        each_s = (took_s - computation_s) / count
+        name, forward = "data parallel", 1 / 3  # a gather, of two and a scatter
+        parts = (Parts({name: each_s * share}) for share in (forward, 1 - forward))
+        return layer + Both(*parts)
+
+
+def within_a_node(layout: Layout, network: Network) -> bool:
+    """Whether FSDP2's shards lie on ranks of one node, and on several ranks."""
+    group = Group(layout.dp * layout.cp, layout.tp)
+    sharded = layout.data_parallel_sharding == "fsdp" and group.size > 1
+    return sharded and network.near(group) == group.size
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from counterpoint.scale.constants import Constant
 
 LEAST_CAPABILITY = (8, 9)
 FP8_CAST_BYTES = Constant(
-    4, "bytes a number of x and of the weight, each forward", "measured",
+    3.5, "bytes a number of x and of the weight, each forward", "measured",
     "counterpoint.nn.to_fp8 under torch.compile: rows are read, once or twice, and written in fp8: "
-    "3 to 5 by their sizes, 2xH100; eager casts have 25",
+    "median of ten sizes, 2xH100 (benchmarks/results/fp8-2x-h100.jsonl); eager casts have 25",
 )  # fmt: skip
 FP8_MATMULS = Constant(
     FP8_RATE, "of the bf16 rate", "measured", "scales of rows, torch 2.11 and cuBLAS 13.0 on H200"
