@@ -98,7 +98,7 @@ CLAIMS: dict[str, tuple[Claim, ...]] = {
         Claim("embedding + all-to-all between nodes: 31 % less", fused.between_nodes, "two_islands",
               "bench two_islands"),
         Claim("DLRM on 128 nodes, simulated: 21 % less", fused.dlrm, "",
-              "scale dlrm-paper --gpus 128 --machine h100-1 --nic 200G"),
+              "scale dlrm-paper --gpus 128 --machine h100-1 --nic 200G --what-if"),
         Claim("tasks for remote peers first: skew between nodes falls from about 7 % to 1 %",
               fused.order_of_tasks, "paper_fused", FUSED),
         Claim("fused kernels cost 12.5 % of occupancy, and still win", fused.occupancy_cost,

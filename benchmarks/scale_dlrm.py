@@ -9,9 +9,12 @@ from dataclasses import replace
 from math import ceil
 
 from benchmarks.dlrm import balanced
+from benchmarks.tables import grid
 from counterpoint.embedding.plan_seconds import READ_RATE, WRITTEN_COST
 from counterpoint.machine import Machine
+from counterpoint.presets import preset
 from counterpoint.scale.layout import Layout
+from counterpoint.scale.mechanisms.sizes import sizes
 from counterpoint.scale.network.fabric import Fabric, Network
 from counterpoint.scale.operators import ITEM_BYTES, Overlap
 from counterpoint.scale.recommenders.dlrm import DLRMS
@@ -71,3 +74,17 @@ def table_gradients_s(step: DlrmStep, tables: Iterable[int]) -> float:
         moved += (entries + named[t]) * (model.dim * ITEM_BYTES + 8)
     waited_s = (longest + chains / PROGRAMS) * CHAIN_S
     return zeros_s + max(costs.memory_s(round(moved)), waited_s)
+
+
+def puts_table() -> str:
+    """What 128 nodes of paper C would save by puts that the GPU posts, by sizes."""
+    paper, nodes = DLRMS["dlrm-paper"], 128
+    network = Network(preset("h100-1"), Fabric(nic_bytes_per_s=25e9))
+    step = DlrmStep(paper, Layout(dp=nodes, micro_batch=paper.batch // nodes), network, "none")
+    lines = [
+        [each.label, f"{each.seconds * 1e3:.2f}",
+         *(f"{share:.1%}" for share in (each.ours, each.puts, each.of_forward, each.bound))]
+        for each in sizes(step)
+    ]  # fmt: skip
+    return grid(["sizes", "step, ms", "ours saves", "GPU-initiated (not in this library)",
+                 "of the forward", "at most"], lines)  # fmt: skip

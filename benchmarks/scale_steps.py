@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from benchmarks import blocks, experts, pictures
 from benchmarks.pictures import Point
 from benchmarks.rows import Row, results, taken
-from benchmarks.scale_dlrm import dlrm_s, dlrm_step
+from benchmarks.scale_dlrm import dlrm_s, dlrm_step, puts_table
 from benchmarks.steps_experts import BOTH
 from benchmarks.tables import grid, measured, ms
 from counterpoint.machine import Machine
@@ -200,4 +200,4 @@ def _point(step: Checked) -> Point:
 def sections() -> dict[str, str]:
     """Marked sections of docs/scale.md."""
     return {"scale-published": published_table(), "scale-own": own_table(own_steps()),
-            "scale-mlperf": recommenders_table()}  # fmt: skip
+            "scale-mlperf": recommenders_table(), "scale-puts": puts_table()}  # fmt: skip

@@ -42,16 +42,17 @@ def test_commands_that_need_no_gpu_run(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 
 def test_a_step_at_scale_is_priced_as_shown():
-    commands, (shown, too_large) = (
+    commands, (shown, mechanisms, too_large) = (
         blocks(DOCS / "scale.md", "")[0], blocks(DOCS / "scale.md", "console")
     )  # fmt: skip
-    first = next(line for line in commands.splitlines() if line.startswith("counterpoint"))
+    first, *_, last = (line for line in commands.splitlines() if line.startswith("counterpoint"))
 
     def printed(line: str) -> str:
         result = CliRunner().invoke(app, shlex.split(line)[1:])
         return "\n".join(line.rstrip() for line in result.output.splitlines())
 
     assert printed(first).startswith(shown), printed(first)
+    assert mechanisms in printed(last), printed(last)
     assert too_large in printed("counterpoint scale llama3-405b --gpus 8 --tp 8")
 
 

@@ -114,3 +114,27 @@ def test_serving():
     refused("advise", ["t.json", "--serve"], "--serve must be given with --model")
     refused("advise", ["--model", "llama3-8b", "--serve", "--html", "x.html"],
             "--html must be left out with --serve")  # fmt: skip
+
+
+def test_what_if_lists_mechanisms_and_what_is_not_ours_last():
+    step = ("scale", "deepseek-v3", "--gpus", "64", "--ep", "64", "--what-if")
+    lines = invoke(*step).stdout.splitlines()
+    head = next(i for i, line in enumerate(lines) if line.startswith("mechanism, each alone"))
+    assert (
+        lines[head + 2].startswith("tokens once to a rank") and "exchange_routes" in lines[head + 2]
+    )
+    last = next(line for line in lines if line.startswith("GPU-initiated exchange"))
+    assert "not in this library: would save " in last and "more than all of these" in last
+    assert lines.index(last) > next(i for i, line in enumerate(lines) if "tp is 1" in line)
+    found = json.loads(invoke(*step, "--json").stdout)
+    saved = [each["saves_s"] for each in found["mechanisms"] if each["in_library"]]
+    assert saved == sorted(saved, reverse=True) and saved[0] > 0
+    assert [each["in_library"] for each in found["mechanisms"]] == [True] * len(saved) + [False]
+    assert found["step"]["overlap"] == "none" and found["together_s"] < found["step"]["seconds"]
+
+
+def test_what_if_of_a_dlrm_has_other_sizes():
+    step = ("scale", "dlrm-paper", "--gpus", "128", "--machine", "h100-1", "--what-if")
+    text = invoke(*step).stdout
+    assert "nothing of this library saves any of it" in text and "4x the batch" in text
+    assert "GPU-initiated: not in this library" in text and "DeepEP" in text

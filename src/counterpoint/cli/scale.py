@@ -6,9 +6,8 @@ It imports no torch.
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, get_args
 
 import typer
 from rich.console import Console
@@ -18,6 +17,7 @@ from counterpoint.cli.serving import show_serving
 from counterpoint.cli.shared.files import check_made, check_written
 from counterpoint.cli.shared.problems import machine_at
 from counterpoint.cli.shared.show import progress, table
+from counterpoint.cli.what_if import facts, show_what_if
 from counterpoint.errors import InputError
 from counterpoint.measure.canvas import SUFFIXES
 from counterpoint.measure.draw_map import draw_map
@@ -42,6 +42,7 @@ from counterpoint.scale.recommenders.map import map_of
 from counterpoint.scale.recommenders.step import DlrmStep
 
 NAMES = ", ".join(names())
+MODES = "none,ours,ideal"
 
 
 Name = Annotated[str, typer.Argument(show_default=False, help=f"One of {NAMES}, or a config.json.")]
@@ -109,6 +110,9 @@ Serve = Annotated[
 Sequences = Annotated[
     int, typer.Option(min=1, max=2**16, help="With --serve: that get a token together.")
 ]
+WhatIfs = Annotated[
+    bool, typer.Option("--what-if", help="Instead: what each mechanism would save of the step.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Facts as JSON, in SI units.")]
 
 
@@ -118,9 +122,9 @@ def scale(
     num_micro_batches: Batches = 0, sequence: Sequence = 0, recompute: Again = "none",
     sharding: Shards = "zero1", machine: Node = "h100-8", nic: Nic = "400G", pods: Pods = "",
     torus: Torus = "", rails: Rails = False, congestion: Congested = "closed",
-    overlap: Modes = "none,ours,ideal", picture: Picture = None, chakra: Chakra = None,
+    overlap: Modes = MODES, picture: Picture = None, chakra: Chakra = None,
     map_to: MapOut = None, check: Check = False, serve: Serve = False,
-    sequences: Sequences = 1, as_json: AsJson = False,
+    sequences: Sequences = 1, what_if: WhatIfs = False, as_json: AsJson = False,
 ) -> None:  # fmt: skip
     """Predict a training step on up to millions of GPUs, and what overlap saves. Needs no GPU.
 
@@ -137,21 +141,26 @@ def scale(
 
     **Example:** `counterpoint scale llama3-70b --tp 4 --serve --sequences 8`
 
+    **Example:** `counterpoint scale llama3-70b --gpus 64 --tp 8 --what-if`
+
     **Example:** `counterpoint scale --check`
     """
     files = {"--picture": picture, "--map": map_to, "--chakra": chakra}
+    other = {"--what-if": "given" if what_if else ""}
     _writable(files)
     console = Console(highlight=False)
     bar = progress(console, shown=console.is_terminal and not as_json)
     if check:
-        _left_out("--check", {"MODEL": model, **files})
+        _left_out("--check", {"MODEL": model, **files, **other})
         _show_check(bar, as_json)
         return
     if serve:
-        _left_out("--serve", files | {"--gpus": gpus, "--pp": pp - 1, "--ep": ep - 1})
+        _left_out("--serve", files | other | {"--gpus": gpus, "--pp": pp - 1, "--ep": ep - 1})
         where = machine_at("scale", machine)
         show_serving(model, where, tp=tp, sequences=sequences, length=sequence, as_json=as_json)
         return
+    if what_if:
+        _left_out("--what-if", files | {"--overlap": overlap if overlap != MODES else ""})
     known = _known(model, gpus, mapped=map_to is not None)
     modes = _modes(overlap)
     where = machine_at("scale", machine)
@@ -161,6 +170,9 @@ def scale(
         sequence=sequence, recompute=recompute, data_parallel_sharding=sharding,
     )  # fmt: skip
     fabric = _fabric(nic, pods, torus, rails, congestion)
+    if what_if:
+        show_what_if(known, layout, fabric, where, as_json=as_json)
+        return
     with bar:
         task = bar.add_task("predictions", total=len(modes))
         tracked = bar.track(modes, task_id=task)
@@ -169,7 +181,7 @@ def scale(
         if map_to and isinstance(known, Dlrm):
             draw_map(map_of(DlrmStep(known, layout, Network(where, fabric), "ours")), map_to)
     if as_json:
-        print(json.dumps([_facts(each) for each in found], indent=2))
+        print(json.dumps([facts(each) for each in found], indent=2))
         return
     _show(found, console, {"picture": picture, "map": map_to})
 
@@ -286,17 +298,6 @@ def _show(found: list[Prediction], console: Console, files: Mapping[str, Path | 
     for what, path in files.items():
         if path:
             console.print(f"\nThe {what}: {path}", soft_wrap=True)
-
-
-def _facts(found: Prediction) -> dict[str, Any]:
-    """A prediction as JSON takes it."""
-    return {
-        "model": asdict(found.model), "layout": asdict(found.layout), "machine": found.machine,
-        "overlap": found.overlap, "seconds": found.seconds, "parts": found.parts,
-        "items": found.items, "unit": found.unit, "flop_per_s": found.flop_per_s,
-        "memory": found.memory.as_dict(), "notes": list(found.notes),
-        "assumptions": list(found.assumptions),
-    }  # fmt: skip
 
 
 def _show_check(bar: Progress, as_json: bool) -> None:

@@ -18,7 +18,8 @@ from counterpoint.fsdp.in_place import OP, InPlace
 from counterpoint.fsdp.launch_shards import Shards
 from counterpoint.fsdp.member import Member
 from counterpoint.fsdp.plan_shards import predicted
-from counterpoint.fsdp.predicted_step import PredictedStep, predicted_step, sizes_of
+from counterpoint.fsdp.predicted_step import PredictedStep, predicted_step
+from counterpoint.fsdp.sizes import sizes_of
 from counterpoint.fsdp.torch_parts import Group
 from counterpoint.fsdp.trial import Trial, Verdict
 from counterpoint.group.workspace import Workspace, workspace_of
@@ -143,7 +144,6 @@ class Overlapped:
         self._state = "off: torch's own way"
 
     # -- once, when FSDP2 has set itself up
-
     def _ready(self, states: Sequence[Any], capturing: bool) -> bool:
         """Whether the groups of these can be taken now; equal on all ranks."""
         groups = [g for state in states for g in torch_parts.groups_of(state)]

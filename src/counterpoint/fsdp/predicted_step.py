@@ -1,15 +1,13 @@
 """What a training step takes, torch's way and overlapped, before any has run.
 
 A step is its computation, what stands in its way, and a part of what runs beside it: that takes
-memory's bandwidth, power and SMs from it.
+memory's bandwidth, power and SMs from it. Nothing of it imports torch.
 """
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from counterpoint.costs import Costs
-from counterpoint.fsdp import torch_parts
-from counterpoint.fsdp.torch_parts import Group
 
 # of the time that communication and copies take alone, what computation loses while they run beside
 # it, be they NCCL's or copy engines'; 2xH200 and 4xH200, six Llama-8B layers, 2026-11
@@ -58,24 +56,6 @@ class PredictedStep(NamedTuple):
     def __str__(self) -> str:
         times = f"{self.as_is_s * 1e3:.1f} ms a step as is, {self.ours_s * 1e3:.1f} overlapped"
         return f"predicted: {times}, {self.as_is_s / self.ours_s:.2f}x"
-
-
-def sizes_of(groups: Sequence[Group], *, gather: bool, lie: int) -> list[Sizes]:
-    """The sizes of a model's groups, which need not have run.
-
-    Args:
-        groups: in the order of its modules.
-        gather: whether they are gathered in place.
-        lie: how many of the last lie where the forward has gathered them.
-    """
-    found: list[Sizes] = []
-    for i, g in enumerate(groups):
-        keeps = torch_parts.keeps_gathered(g)
-        lies = len(groups) - i <= lie
-        ours = gather and not torch_parts.why_not_gathered(g)
-        gathers = (1 if keeps else 2, 1 if keeps or lies else 2)
-        found.append(Sizes(*torch_parts.size_of(g), gathers, ours))
-    return found
 
 
 def predicted_step(

@@ -14,7 +14,15 @@ from counterpoint.scale import constants
 from counterpoint.scale.layout import Layout
 from counterpoint.scale.models import Model
 from counterpoint.scale.network.fabric import Group, Network
-from counterpoint.scale.operators import ITEM_BYTES, Overlap, between, pair_s, placed, sent
+from counterpoint.scale.operators import (
+    ITEM_BYTES,
+    Overlap,
+    Placed,
+    between,
+    pair_s,
+    placed,
+    sent,
+)
 from counterpoint.scale.parts import Both, Collective, Parts, Sent
 
 
@@ -99,6 +107,10 @@ class Layers:
     def memory_s(self, num_bytes: float) -> float:
         """Seconds of a kernel that reads and writes so much."""
         return self.alone.costs.memory_s(round(num_bytes))
+
+    def pair_s(self, place: Placed) -> tuple[float, float]:
+        """Seconds of an operator with its communication, and of its matmuls alone."""
+        return pair_s(place, self.overlap)
 
     def _layer(self, mlp: Both) -> Both:
         """Attention and the MLP given, with what is recomputed and what lies between."""
@@ -232,7 +244,7 @@ class Layers:
         """An operator of the tensor-parallel ranks."""
         group, name = Group(self.layout.tp, 1), "tensor parallel"
         place = placed(Problem(op, m=m, n=n, k=k, ranks=group.size), self.network, group)
-        seconds, compute_s = pair_s(place, self.overlap)
+        seconds, compute_s = self.pair_s(place)
         parts = {"matmuls": compute_s, name: seconds - compute_s}
         return Parts(parts, sent(place.problem, name, group))
 
@@ -287,7 +299,7 @@ class Layers:
                           experts=self.model.experts // group.size,
                           top_k=self.model.top_k if counts == "routed" else 0)  # fmt: skip
         place = placed(problem, self.network, group)
-        seconds, compute_s = pair_s(place, self.overlap)
+        seconds, compute_s = self.pair_s(place)
         local = problem.experts
         even_s = self.matmul_s(m / local, n, k, local)
         uneven_s = self._grouped(op, m, n, k).seconds - even_s

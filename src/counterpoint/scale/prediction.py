@@ -255,7 +255,10 @@ def _not_priced(layout: Layout, parts: Mapping[str, float]) -> list[str]:
     """What we could win that no column has."""
     if layout.data_parallel_sharding != "fsdp" or not parts.get("data parallel"):
         return []
-    return ["cp.overlap is not priced: data parallel is FSDP2's own, in every column"]
+    return [
+        "cp.overlap is not priced: data parallel is FSDP2's own, in every column; --what-if "
+        "prices it"
+    ]
 
 
 def _recommender(model: Dlrm, layout: Layout, network: Network, overlap: Overlap) -> Prediction:
