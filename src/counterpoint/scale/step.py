@@ -11,8 +11,11 @@ from counterpoint.scale import constants
 from counterpoint.scale.layer import Layers
 from counterpoint.scale.network.fabric import Group
 from counterpoint.scale.operators import ITEM_BYTES
+from counterpoint.scale.overheads import computed, routed
 from counterpoint.scale.parts import Both, Collective, Parts, Sent
 from counterpoint.scale.pipeline import Event, Pipeline, Stage, simulate
+
+Sizes = tuple[float, float]  # parameters of a rank: those all have, and those of its experts
 
 
 class Hop(NamedTuple):
@@ -117,23 +120,34 @@ class Step:
         return (True,) * (dense > 0) + (False,) * (dense < self.model.layers)
 
     @cached_property
-    def _dense(self) -> Both:
-        return self._sharded(self.layers.dense(), self.parameters(True))
+    def _alone(self) -> dict[bool, Both]:
+        """A layer of each kind, whose parameters are there."""
+        found: dict[bool, Both] = {}
+        for dense in self.kinds:
+            layer = self.layers.dense() if dense else self.layers.sparse()
+            layer = computed(layer, self.layout)
+            found[dense] = layer if dense else routed(self.layers, layer)
+        return found
 
     @cached_property
-    def _sparse(self) -> Both:
-        return self._sharded(self.layers.sparse(), self.parameters(False))
+    def _whole(self) -> dict[bool, Both]:
+        """With its parameters gathered, where each layer's are."""
+        return {dense: self._sharded(each, self.parameters(dense))
+                for dense, each in self._alone.items()}  # fmt: skip
 
     def _chunk(self, index: int) -> Both:
         """One part of the model: layers, and on the last one the head."""
         dense, sparse = self._num_layers[index]
         found = Both()
         if dense:
-            found += self._dense * dense
+            found += self._whole[True] * dense
         if sparse:
-            found += self._sparse * sparse
-        if index == self.layout.pp * self.layout.virtual_stages - 1:
-            found += self.layers.head()
+            found += self._whole[False] * sparse
+        last = index == self.layout.pp * self.layout.virtual_stages - 1
+        if last:
+            found += computed(self.layers.head(), self.layout)
+        if self.layout.data_parallel_sharding == "fsdp":
+            found += self._ends(first=index == 0, last=last)
         return found
 
     @cached_property
@@ -181,7 +195,7 @@ class Step:
         copies = layout.dp * layout.cp
         return Group(copies, layout.tp), Group(copies // layout.ep, layout.tp * layout.ep)
 
-    def _moved_s(self, parameters: tuple[float, float], item_bytes: float) -> float:
+    def _moved_s(self, parameters: Sizes, item_bytes: float) -> float:
         """Seconds to gather parameters, or to reduce-scatter their gradients."""
         return sum(
             self.network.all_gather_s(count * item_bytes, group)
@@ -189,27 +203,72 @@ class Step:
             if count
         )
 
-    def _sharded(self, layer: Both, parameters: tuple[float, float]) -> Both:
-        """With its parameters gathered and its gradients scattered, where each layer's are."""
-        if self.layout.data_parallel_sharding != "fsdp":
-            return layer
+    def _gathered(self, parameters: Sizes) -> tuple[float, float, float, float]:
+        """Seconds of a group of FSDP2: a gather, a scatter, and the copies that follow each."""
         gather_s = self._moved_s(parameters, constants.PARAMETER_BYTES.value)
         scatter_s = self._moved_s(parameters, constants.GRADIENT_BYTES.value)
+        shard = sum(n / group.size for n, group in zip(parameters, self.groups(), strict=True))
+        gather_s += self.layers.memory_s(constants.FSDP_CAST_BYTES.value * shard)
+        copied_s, packed_s = (
+            self.layers.memory_s(each.value * sum(parameters))
+            for each in (constants.FSDP_COPIED_BYTES, constants.FSDP_PACKED_BYTES)
+        )
+        return gather_s, scatter_s, copied_s, packed_s
 
+    def _sharded(self, layer: Both, parameters: Sizes) -> Both:
+        """With its parameters gathered and its gradients scattered, where each layer's are."""
+        if self.layout.data_parallel_sharding != "fsdp" or self.groups()[0].size == 1:
+            return layer
+        gather_s, scatter_s, copied_s, packed_s = self._gathered(parameters)
         gathers = self._moved("all_gather", parameters)
         both = gathers | self._moved("reduce_scatter", parameters)
 
-        def exposed(beside: Parts, moved_s: float, sent: dict[Sent, float]) -> Parts:
-            # one layer ahead of the computation
+        def exposed(
+            beside: Parts, moved_s: float, copies_s: float, sent: dict[Sent, float]
+        ) -> Parts:
+            # one layer ahead of the computation; both share a communicator
             hidden_s = min(beside.seconds, moved_s) if self.layout.asynchronous else 0.0
-            return Parts({"data parallel": self._beside_s(moved_s, hidden_s)}, sent)
+            return Parts(
+                {"data parallel": self._beside_s(moved_s, hidden_s), "FSDP copies": copies_s}, sent
+            )
 
-        return layer + Both(
-            exposed(layer.forward, gather_s, gathers),
-            exposed(layer.backward, gather_s + scatter_s, both),
+        found = layer + Both(
+            exposed(layer.forward, gather_s, copied_s, gathers),
+            exposed(layer.backward, gather_s + scatter_s, copied_s + packed_s, both),
         )
+        host_s = constants.FSDP_CALLS.value * self.layers.alone.costs.host_call_s
+        return found + Both(backward=Parts({"host": max(host_s - found.seconds, 0.0)}))
 
-    def _moved(self, kind: Collective, parameters: tuple[float, float]) -> dict[Sent, float]:
+    def _ends(self, *, first: bool, last: bool) -> Both:
+        """Embedding and logits of FSDP2, and what of the first layer lies beside no other.
+
+        Its gather begins a micro-batch after that of the embedding, and both scatters end it.
+        """
+        if self.groups()[0].size == 1:
+            return Both()
+        hidden = (1 - constants.BESIDE.value) * self.layout.asynchronous
+        end = self.model.vocab * self.model.hidden / self.layout.tp, 0.0
+        gather_s, scatter_s, copied_s, packed_s = self._gathered(end)
+        sent = self._moved("all_gather", end), self._moved("reduce_scatter", end)
+
+        def of(exposed: float) -> Both:
+            copies, data = "FSDP copies", "data parallel"
+            return Both(Parts({data: exposed * gather_s, copies: copied_s}, sent[0]),
+                        Parts({data: exposed * scatter_s, copies: packed_s}, sent[1]))  # fmt: skip
+
+        found = Both()
+        if first:
+            kind = self.kinds[0]
+            layer, moved = self._alone[kind], self._gathered(self.parameters(kind))
+            before_s = hidden * min(layer.forward.seconds, moved[0])
+            after_s = hidden * min(layer.backward.seconds, moved[1])
+            found += of(1.0)
+            found += Both(Parts({"data parallel": before_s}), Parts({"data parallel": after_s}))
+        if last and not (first and self.model.tied):
+            found += of(1 - hidden)
+        return found
+
+    def _moved(self, kind: Collective, parameters: Sizes) -> dict[Sent, float]:
         """Bytes of parameters that are gathered, or of gradients that are reduced."""
         item_bytes = constants.GRADIENT_BYTES.value
         if kind == "all_gather":
@@ -258,9 +317,8 @@ class Step:
         )
 
     def _beside_s(self, moved_s: float, hidden_s: float) -> float:
-        """What a collective costs that is hidden in part: its SMs are taken from computation."""
-        taken = constants.COLLECTIVE_SMS.value / self.network.machine.device.num_sms
-        return moved_s - hidden_s + hidden_s * min(taken, 1.0)
+        """What a collective costs that is hidden in part: computation beside it is slower."""
+        return moved_s - hidden_s * (1 - constants.BESIDE.value)
 
     def _optimizer_s(self, stage: int) -> float:
         owned = self.layout.data_parallel_sharding != "none"

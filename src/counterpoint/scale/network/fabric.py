@@ -85,6 +85,12 @@ class Group(NamedTuple):
     stride: int
 
 
+def settled(machine: Machine) -> float:
+    """Time of long matmuls against short ones, whose clocks power has not lowered yet."""
+    ampere = not machine.measured and machine.device.capability == "8.0"
+    return constants.AMPERE_SETTLED.value if ampere else machine.costs.gemm_settled
+
+
 @dataclass(frozen=True, slots=True)
 class Network:
     """A machine's islands on a fabric: what a collective of a group costs.
@@ -198,16 +204,16 @@ class Network:
             fixed_s = 2 * self.nic.latency_s
             seconds = self.all_to_all_s(probe, group) - fixed_s
             rate = max(probe * (group.size - 1) / group.size / seconds, LEAST_BYTES_PER_S)
-        settled = replace(
+        long = replace(
             costs,
-            gemm_flop_per_s=costs.gemm_flop_per_s / costs.gemm_settled,
+            gemm_flop_per_s=costs.gemm_flop_per_s / settled(self.machine),
             gemm_settled=1.0,
             copy_bytes_per_s=min(costs.copy_bytes_per_s, rate),
             collective_bytes_per_s=min(costs.collective_bytes_per_s, rate),
             direct_bytes_per_s=min(costs.direct_bytes_per_s, rate),
         )
         num_devices = max(min(group.size, MAX_RANKS), self.machine.num_devices)
-        return replace(self.machine, num_devices=num_devices, measured=settled)
+        return replace(self.machine, num_devices=num_devices, measured=long)
 
     def as_islands(self, group: Group) -> Machine | None:
         """The machine of a group's islands that plans between them see, with its NIC.
