@@ -45,6 +45,7 @@ def _used(layers: Layers) -> list[str]:
         "score_": not layout.flash_attention, "flash_": layout.flash_attention,
         "gradient_": replicas, "parameter_": replicas,
         "beside": replicas and (layout.asynchronous or fsdp), "fsdp_": replicas and fsdp,
+        "fsdp_expert_": bool(layers.model.experts),
         "straggler_": straggling(layout) > 0,
         "routed_weights_": layers.routes, "routed_bytes": bool(layers.model.experts),
         "routed_backward_": bool(layers.model.experts), "routing_": bool(layers.model.experts),

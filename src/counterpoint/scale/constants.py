@@ -64,6 +64,10 @@ FSDP_CALLS = Constant(
     100, "operators' host calls a layer", "measured",
     "host time of FSDP2's layers, eager, on 2 and 4 H200: a layer takes no less",
 )  # fmt: skip
+FSDP_EXPERT_CALLS = Constant(
+    150, "operators' host calls a layer of experts, besides", "measured",
+    "a Qwen3-MoE of transformers, eager, on 2 H200 (transformers-experts-*.jsonl): 250 in all",
+)  # fmt: skip
 ROUTING_S = Constant(
     60e-6, "s a layer of experts", "measured",
     "torch's routing, 14 to 35 kernels, one H200 (expert-layer-1x-h200.jsonl): 62 to 81 us of 256 "

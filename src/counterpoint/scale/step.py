@@ -132,8 +132,7 @@ class Step:
     @cached_property
     def _whole(self) -> dict[bool, Both]:
         """With its parameters gathered, where each layer's are."""
-        return {dense: self._sharded(each, self.parameters(dense))
-                for dense, each in self._alone.items()}  # fmt: skip
+        return {dense: self._sharded(each, dense) for dense, each in self._alone.items()}
 
     def _chunk(self, index: int) -> Both:
         """One part of the model: layers, and on the last one the head."""
@@ -215,8 +214,9 @@ class Step:
         )
         return gather_s, scatter_s, copied_s, packed_s
 
-    def _sharded(self, layer: Both, parameters: Sizes) -> Both:
+    def _sharded(self, layer: Both, dense: bool) -> Both:
         """With its parameters gathered and its gradients scattered, where each layer's are."""
+        parameters = self.parameters(dense)
         if self.layout.data_parallel_sharding != "fsdp" or self.groups()[0].size == 1:
             return layer
         gather_s, scatter_s, copied_s, packed_s = self._gathered(parameters)
@@ -236,7 +236,8 @@ class Step:
             exposed(layer.forward, gather_s, copied_s, gathers),
             exposed(layer.backward, gather_s + scatter_s, copied_s + packed_s, both),
         )
-        host_s = constants.FSDP_CALLS.value * self.layers.alone.costs.host_call_s
+        calls = constants.FSDP_CALLS.value + (not dense) * constants.FSDP_EXPERT_CALLS.value
+        host_s = calls * self.layers.alone.costs.host_call_s
         return found + Both(backward=Parts({"host": max(host_s - found.seconds, 0.0)}))
 
     def _ends(self, *, first: bool, last: bool) -> Both:

@@ -156,18 +156,18 @@ class Network:
         )
 
     def all_gather_s(self, total_bytes: float, group: Group) -> float:
-        """Seconds of an all-gather, or of a reduce-scatter: a ring, or a hierarchy of two."""
+        """Seconds of an all-gather, or of a reduce-scatter: one ring over all, as NCCL has it.
+
+        NCCL has no hierarchy of these, so its latency grows with the ranks.
+        """
         near = self.near(group)
         far = -(-group.size // near)
         if far == 1:
             return ring_all_gather_s(self.island, total_bytes, group.size)
-        inside_s = ring_all_gather_s(self.island, total_bytes, near)
         if self.fabric.torus:
+            inside_s = ring_all_gather_s(self.island, total_bytes, near)
             return inside_s + torus.all_gather_s(self._dimensions(group), total_bytes / near)
-        return min(
-            ring_all_gather_s(self._through(near), total_bytes, group.size),
-            inside_s + ring_all_gather_s(self.nic, total_bytes / near, far),
-        )
+        return ring_all_gather_s(self._through(near), total_bytes, group.size)
 
     def all_to_all_s(self, total_bytes: float, group: Group) -> float:
         """Seconds of a direct all-to-all: the slowest of the levels that its blocks go through.
