@@ -293,10 +293,10 @@ def test_a_step_waits_for_its_slowest_gpu_and_its_fullest_rank():
     moe = replace(TINY, experts=16, top_k=2, expert_ffn=2048)
     one, shared, spread = (parts_of(moe, dp=16, ep=ep) for ep in (1, 4, 16))
     assert one["imbalance"] == one["host"] == 0 < one["routing"]
-    moved = [
+    less, more = (
         each["imbalance"] / (each["experts"] + each["all-to-all"]) for each in (shared, spread)
-    ]
-    assert 0.1 < moved[0] < moved[1] < 0.6
+    )
+    assert 0.05 < less < more < 0.3
     assert shared["host"] == pytest.approx(moe.layers * constants.COUNTS_S.value)
     assert predict(moe, Layout(dp=16, ep=4), overlap="ours").parts["host"] == 0
 
@@ -309,7 +309,7 @@ def test_a_band_is_the_widest_where_no_published_step_was_alike():
         low, high = (edge / found.seconds for edge in found.band_s)
         assert found.widest is wide and low < 1 < high
         assert (low, high) == pytest.approx(WIDEST) if wide else WIDEST[0] < low
-        assert high <= WIDEST[1] and ("the widest" in found.explain()) is wide
+        assert high < WIDEST[1] + 1e-9 and ("the widest" in found.explain()) is wide
 
 
 def test_gradients_are_hidden_behind_one_micro_batch_but_for_the_last_layers():

@@ -26,13 +26,17 @@ class Constant(NamedTuple):
 
 
 NIC_SHARE = Constant(
-    0.9, "of the datasheet's rate", "assumed", "NCCL's large messages over InfiniBand or RoCE"
+    0.9,
+    "of the datasheet's rate",
+    "assumed",
+    "NCCL's large messages over InfiniBand or RoCE; DeepEP's dispatch to 16 and to 256 ranks "
+    "differs by as many bytes at 0.9",
 )
 NIC_LATENCY_S = Constant(5e-6, "s", "assumed", "one message between two nodes, NCCL over RDMA")
 AMPERE_SETTLED = Constant(
     1.08, "time of long matmuls against short ones, A100", "assumed",
-    "clocks: 1410 MHz at most, 1305 MHz that NVIDIA states for HPL at the power limit; other GPUs "
-    "as measured on 4xH200",
+    "clocks: 1410 MHz at most, 1305 MHz at the power limit in HPL (NVIDIA, by "
+    "glennklockwood.com/garden/peak-FLOPS); other GPUs as measured on 4xH200",
 )  # fmt: skip
 BESIDE = Constant(
     0.34, "of a hidden collective's time, lost by computation", "measured",
@@ -82,7 +86,7 @@ COUNTS_S = Constant(
 EXPERT_CV = Constant(
     0.215, "of an expert's rows, standard deviation over experts", "assumed",
     "arXiv 2408.15664, table 2: with an auxiliary loss the fullest of 64 experts has 0.52 to 0.72 "
-    "more rows than the mean; independent, so the fullest rank's excess shrinks with its experts",
+    "more rows than the mean; independent, so that a rank's excess shrinks with its experts",
 )  # fmt: skip
 FLASH_SHARE = Constant(
     0.5, "of the bf16 peak", "assumed",

@@ -13,6 +13,7 @@ from counterpoint.scale.layout import Layout
 from counterpoint.scale.parts import Both, Parts
 
 COMPUTATION = ("matmuls", "experts", "attention", "memory", "loss")
+COUNTED_EXPERTS = 64  # that EXPERT_CV is of
 MEASURED_ON = 4  # GPUs; times of one machine are those of its slowest GPU
 
 
@@ -28,9 +29,12 @@ def straggling(layout: Layout) -> float:
 
 
 def imbalance(layers: Layers) -> float:
-    """Of the experts' time, what a step waits for the rank that has most rows."""
+    """Of the experts' time, what a step waits for the rank that has most rows.
+
+    Of fewer experts than were counted, each is taken as several of these.
+    """
     ep = layers.layout.ep
-    each = max(layers.model.experts // ep, 1)
+    each = max(layers.model.experts, COUNTED_EXPERTS) / ep
     return constants.EXPERT_CV.value / sqrt(each) * slowest(ep)
 
 
