@@ -131,7 +131,7 @@ def stage_bytes(step: Step, stage: int) -> dict[str, float]:
     sharded, last = layout.data_parallel_sharding, stage == layout.pp - 1
     counts = step.stage_parameters(stage)
     each = sum(counts)
-    shared = sum(n / group.size for n, group in zip(counts, step.groups(), strict=True))
+    shared = sum(n / group.size for n, group in zip(counts, step.replicas.groups(), strict=True))
     found: dict[str, float] = dict.fromkeys(("weights", "gradients", "optimizer", "gathered"), 0.0)
     if sharded == "fsdp":  # all in fp32, a shard each; layers in bf16 while they are used
         found |= {

@@ -14,8 +14,7 @@ from counterpoint.scale.operators import ITEM_BYTES
 from counterpoint.scale.overheads import computed, routed
 from counterpoint.scale.parts import Both, Collective, Parts, Sent
 from counterpoint.scale.pipeline import Event, Pipeline, Stage, simulate
-
-Sizes = tuple[float, float]  # parameters of a rank: those all have, and those of its experts
+from counterpoint.scale.replicas import Replicas, Sizes
 
 
 class Hop(NamedTuple):
@@ -76,6 +75,7 @@ class Step:
     def __init__(self, layers: Layers) -> None:
         self.layers, self.network = layers, layers.network
         self.model, self.layout = layers.model, layers.layout
+        self.replicas = Replicas(layers)
 
     def run(self) -> tuple[dict[str, float], Stages]:
         """The parts of the busiest stage, and what each stage does when."""
@@ -132,7 +132,10 @@ class Step:
     @cached_property
     def _whole(self) -> dict[bool, Both]:
         """With its parameters gathered, where each layer's are."""
-        return {dense: self._sharded(each, dense) for dense, each in self._alone.items()}
+        if not self.replicas.sharded:
+            return self._alone
+        return {dense: self.replicas.layer(each, self.parameters(dense), experts=not dense)
+                for dense, each in self._alone.items()}  # fmt: skip
 
     def _chunk(self, index: int) -> Both:
         """One part of the model: layers, and on the last one the head."""
@@ -145,8 +148,11 @@ class Step:
         last = index == self.layout.pp * self.layout.virtual_stages - 1
         if last:
             found += computed(self.layers.head(), self.layout)
-        if self.layout.data_parallel_sharding == "fsdp":
-            found += self._ends(first=index == 0, last=last)
+        if self.replicas.sharded and index == 0:
+            kind = self.kinds[0]
+            found += self.replicas.first(self._alone[kind], self.parameters(kind))
+        if self.replicas.sharded and last and not (index == 0 and self.model.tied):
+            found += self.replicas.logits()
         return found
 
     @cached_property
@@ -164,7 +170,7 @@ class Step:
             left -= dense
         return found
 
-    def parameters(self, dense: bool) -> tuple[float, float]:
+    def parameters(self, dense: bool) -> Sizes:
         """Of a layer on one rank: those all have, and those of its experts."""
         model, tp = self.model, self.layout.tp
         shared = sum(k * n for k, n in model.attention_weights)
@@ -177,7 +183,7 @@ class Step:
         dense, sparse = zip(*self._num_layers[stage :: self.layout.pp], strict=True)
         return sum(dense), sum(sparse)
 
-    def stage_parameters(self, stage: int) -> tuple[float, float]:
+    def stage_parameters(self, stage: int) -> Sizes:
         """Of a stage on one rank, likewise."""
         shared = experts = 0.0
         for count, dense in zip(self.stage_layers(stage), (True, False), strict=True):
@@ -188,97 +194,6 @@ class Step:
         ends -= self.model.tied and self.layout.pp == 1  # else both stages have it
         return shared + ends * self.model.vocab * self.model.hidden / self.layout.tp, experts
 
-    def groups(self) -> tuple[Group, Group]:
-        """Ranks with the same parameters: of those that all have, and of experts."""
-        layout = self.layout
-        copies = layout.dp * layout.cp
-        return Group(copies, layout.tp), Group(copies // layout.ep, layout.tp * layout.ep)
-
-    def _moved_s(self, parameters: Sizes, item_bytes: float) -> float:
-        """Seconds to gather parameters, or to reduce-scatter their gradients."""
-        return sum(
-            self.network.all_gather_s(count * item_bytes, group)
-            for count, group in zip(parameters, self.groups(), strict=True)
-            if count
-        )
-
-    def _gathered(self, parameters: Sizes) -> tuple[float, float, float, float]:
-        """Seconds of a group of FSDP2: a gather, a scatter, and the copies that follow each."""
-        gather_s = self._moved_s(parameters, constants.PARAMETER_BYTES.value)
-        scatter_s = self._moved_s(parameters, constants.GRADIENT_BYTES.value)
-        shard = sum(n / group.size for n, group in zip(parameters, self.groups(), strict=True))
-        gather_s += self.layers.memory_s(constants.FSDP_CAST_BYTES.value * shard)
-        copied_s, packed_s = (
-            self.layers.memory_s(each.value * sum(parameters))
-            for each in (constants.FSDP_COPIED_BYTES, constants.FSDP_PACKED_BYTES)
-        )
-        return gather_s, scatter_s, copied_s, packed_s
-
-    def _sharded(self, layer: Both, dense: bool) -> Both:
-        """With its parameters gathered and its gradients scattered, where each layer's are."""
-        parameters = self.parameters(dense)
-        if self.layout.data_parallel_sharding != "fsdp" or self.groups()[0].size == 1:
-            return layer
-        gather_s, scatter_s, copied_s, packed_s = self._gathered(parameters)
-        gathers = self._moved("all_gather", parameters)
-        both = gathers | self._moved("reduce_scatter", parameters)
-
-        def exposed(
-            beside: Parts, moved_s: float, copies_s: float, sent: dict[Sent, float]
-        ) -> Parts:
-            # one layer ahead of the computation; both share a communicator
-            hidden_s = min(beside.seconds, moved_s) if self.layout.asynchronous else 0.0
-            return Parts(
-                {"data parallel": self._beside_s(moved_s, hidden_s), "FSDP copies": copies_s}, sent
-            )
-
-        found = layer + Both(
-            exposed(layer.forward, gather_s, copied_s, gathers),
-            exposed(layer.backward, gather_s + scatter_s, copied_s + packed_s, both),
-        )
-        calls = constants.FSDP_CALLS.value + (not dense) * constants.FSDP_EXPERT_CALLS.value
-        host_s = calls * self.layers.alone.costs.host_call_s
-        return found + Both(backward=Parts({"host": max(host_s - found.seconds, 0.0)}))
-
-    def _ends(self, *, first: bool, last: bool) -> Both:
-        """Embedding and logits of FSDP2, and what of the first layer lies beside no other.
-
-        Its gather begins a micro-batch after that of the embedding, and both scatters end it.
-        """
-        if self.groups()[0].size == 1:
-            return Both()
-        hidden = (1 - constants.BESIDE.value) * self.layout.asynchronous
-        end = self.model.vocab * self.model.hidden / self.layout.tp, 0.0
-        gather_s, scatter_s, copied_s, packed_s = self._gathered(end)
-        sent = self._moved("all_gather", end), self._moved("reduce_scatter", end)
-
-        def of(exposed: float) -> Both:
-            copies, data = "FSDP copies", "data parallel"
-            return Both(Parts({data: exposed * gather_s, copies: copied_s}, sent[0]),
-                        Parts({data: exposed * scatter_s, copies: packed_s}, sent[1]))  # fmt: skip
-
-        found = Both()
-        if first:
-            kind = self.kinds[0]
-            layer, moved = self._alone[kind], self._gathered(self.parameters(kind))
-            before_s = hidden * min(layer.forward.seconds, moved[0])
-            after_s = hidden * min(layer.backward.seconds, moved[1])
-            found += of(1.0)
-            found += Both(Parts({"data parallel": before_s}), Parts({"data parallel": after_s}))
-        if last and not (first and self.model.tied):
-            found += of(1 - hidden)
-        return found
-
-    def _moved(self, kind: Collective, parameters: Sizes) -> dict[Sent, float]:
-        """Bytes of parameters that are gathered, or of gradients that are reduced."""
-        item_bytes = constants.GRADIENT_BYTES.value
-        if kind == "all_gather":
-            item_bytes = constants.PARAMETER_BYTES.value
-        found = Parts()
-        for count, group in zip(parameters, self.groups(), strict=True):
-            found += Parts(sent={Sent("data parallel", kind, group): count * item_bytes})
-        return found.sent
-
     def _replicas(self, stage: int) -> dict[Sent, float]:
         """Bytes of gradients and parameters, once a step."""
         sharding, parameters = self.layout.data_parallel_sharding, self.stage_parameters(stage)
@@ -287,7 +202,7 @@ class Step:
         }  # fmt: skip
         found: dict[Sent, float] = {}
         for kind in kinds[sharding]:
-            found |= self._moved(kind, parameters)
+            found |= self.replicas.moved(kind, parameters)
         return found
 
     def _replicas_s(self, stage: int, times: Stage) -> float:
@@ -301,33 +216,31 @@ class Step:
         if layout.data_parallel_sharding == "none":
             moved = [(sum(
                 self.network.all_reduce_s(count * gradients, group)
-                for count, group in zip(parameters, self.groups(), strict=True) if count
+                for count, group in zip(parameters, self.replicas.groups(), strict=True) if count
             ), last_s)]  # fmt: skip
         else:
+            moved_s = self.replicas.moved_s
             moved = [
-                (self._moved_s(parameters, gradients), last_s),
-                (self._moved_s(parameters, constants.PARAMETER_BYTES.value), sum(times.forward_s)),
+                (moved_s(parameters, gradients), last_s),
+                (
+                    self.replicas.moved_s(parameters, constants.PARAMETER_BYTES.value),
+                    sum(times.forward_s),
+                ),
             ]
         if not layout.asynchronous:
             return sum(seconds for seconds, _ in moved)
         # beside one micro-batch, a layer's at a time: that of the last layer has nothing beside it
         layers = max(self.model.layers // layout.pp, 1)
         return sum(
-            self._beside_s(seconds, min(beside_s, seconds * (1 - 1 / layers)))
+            self.replicas.beside_s(seconds, min(beside_s, seconds * (1 - 1 / layers)))
             for seconds, beside_s in moved
         )
 
-    def _beside_s(self, moved_s: float, hidden_s: float) -> float:
-        """What a collective costs that is hidden in part: computation beside it is slower."""
-        return moved_s - hidden_s * (1 - constants.BESIDE.value)
-
     def _optimizer_s(self, stage: int) -> float:
         owned = self.layout.data_parallel_sharding != "none"
-        counts = [
-            count / (group.size if owned else 1)
-            for count, group in zip(self.stage_parameters(stage), self.groups(), strict=True)
-        ]
-        return self.layers.memory_s(constants.OPTIMIZER_BYTES.value * sum(counts))
+        each = zip(self.stage_parameters(stage), self.replicas.groups(), strict=True)
+        own = sum(count / (group.size if owned else 1) for count, group in each)
+        return self.layers.memory_s(constants.OPTIMIZER_BYTES.value * own)
 
     def _hop(self) -> Hop:
         """What one stage sends to the next; tensor-parallel ranks send a share each."""
