@@ -145,8 +145,8 @@ def published_table() -> str:
         grid(["step", "reported, s", "simulated, s", "simulated / reported"], lines),
         grid(["paper", "steps", "mean error", "worst"], [*map(_of_paper, RUNS), _of_paper("")]),
         f"With one factor for each machine, fitted to other papers: {fitted_error(steps):.1%}. "
-        f"Band, two standard deviations: {low:.2f} to {high:.2f} of what is reported; without the "
-        f"paper in question it holds {held(steps)} of {len(steps)}.",
+        f"Band of a new paper's step, as papers differ: {low:.2f} to {high:.2f} of what is "
+        f"reported; without the paper in question it holds {held(steps)} of {len(steps)}.",
     ])  # fmt: skip
 
 

@@ -21,8 +21,8 @@ HOUSE = ROOT / "src" / "counterpoint"
 CODE = {
     ".": 1699, "adapters": 2586, "advice": 1376, "attention": 878, "choose": 630, "cli": 2381,
     "embedding": 2333, "experts": 5525, "fsdp": 2005, "gpu": 1005, "group": 2875,
-    "kernels": 629, "measure": 2096, "model": 666, "nn": 1000, "norms": 931, "ops": 1640,
-    "plan": 2069, "resources": 1429, "run": 2060, "scale": 3053, "schedules": 1003,
+    "kernels": 629, "measure": 2098, "model": 666, "nn": 1000, "norms": 931, "ops": 1640,
+    "plan": 2069, "resources": 1429, "run": 2060, "scale": 3239, "schedules": 1003,
     "tensor_parallel": 2009, "testing": 350,
 }  # fmt: skip
 CODE_OF_BENCHMARKS = 13343

@@ -127,7 +127,7 @@ def test_sizes_give_parameters_and_widths():
 def test_explain_says_the_bound_and_what_was_assumed():
     found = predict("dlrm-paper", Layout(dp=128, micro_batch=512), overlap="ours")
     text = " ".join(found.explain().split())
-    for said in ("fusing saves", "at most", "min(embedding", "exposed all-to-all", "no band",
+    for said in ("fusing saves", "at most", "min(embedding", "exposed all-to-all", "the widest",
                  "sizes are not in the text that we have and all ASSUMED", "nic_share = 0.9",
                  "512 samples a GPU"):  # fmt: skip
         assert said in text

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from counterpoint.errors import InputError
+from counterpoint.scale import schedules
 from counterpoint.scale.network import links
 from counterpoint.scale.network.collectives import (
     Link,
@@ -218,6 +219,9 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch):
     with monkeypatch.context() as patch, pytest.raises(InputError, match="most 64 messages x hops"):
         patch.setattr(links, "MAX_HOPS", 64)
         direct_s(switch(2**20, FREE), "all_to_all", 2**30)
+    with monkeypatch.context() as patch, pytest.raises(InputError, match="messages x hops"):
+        patch.setattr(schedules, "_run_s", None)  # before any message is made
+        direct_s(switch(2048, FREE), "all_to_all", 2**30)
     with pytest.raises(InputError, match="ranks must be at most 1024, each linked with each"):
         fully_connected(2**20, FREE)
     with pytest.raises(InputError, match="ranks must be a power of two"):

@@ -5,7 +5,7 @@ from importlib.resources import files
 
 from counterpoint.scale.checked import RUNS, band, fitted_error, held, mean_error, published
 from counterpoint.scale.constants import CONSTANTS
-from counterpoint.scale.prediction import BAND
+from counterpoint.scale.prediction import BAND, WIDEST
 
 
 def test_every_published_step_is_there_with_its_source():
@@ -19,19 +19,21 @@ def test_every_published_step_is_there_with_its_source():
 def test_errors_of_published_steps():
     """No constant was fitted; each paper, and the worst step, within what is asked."""
     steps = published()
-    assert mean_error(steps) <= 0.085
-    assert max(abs(s.ratio - 1) for s in steps) <= 0.25
+    assert mean_error(steps) <= 0.07
+    assert max(abs(s.ratio - 1) for s in steps) <= 0.2
     for paper in RUNS:
-        assert mean_error(tuple(s for s in steps if s.paper == paper)) <= 0.105
+        assert mean_error(tuple(s for s in steps if s.paper == paper)) <= 0.09
     assert fitted_error(steps) <= 0.085
 
 
-def test_the_band_is_that_of_the_residuals():
+def test_the_band_is_that_of_papers_that_differ():
+    """It holds steps of a paper that it does not know, and is no wider than is said."""
     steps = published()
     assert tuple(round(each, 2) for each in band(steps)) == BAND
-    assert 24 <= held(steps) <= 28
+    assert held(steps) >= 0.9 * len(steps)
+    assert WIDEST[0] <= 1 / BAND[1] < 1 / BAND[0] <= WIDEST[1]
 
 
 def test_each_constant_says_what_it_stands_on():
-    assert len(CONSTANTS) == 23
+    assert len(CONSTANTS) == 35
     assert all(c.source and c.unit and c.value > 0 for c in CONSTANTS.values())

@@ -31,6 +31,8 @@ PARTS = {
     "experts": "#6C8EBF", "attention": NAVY, "memory": PALE, "loss": SLATE,
     "tensor parallel": canvas.VERMILLION, "all-to-all": "#9A3B00", "context parallel": "#F2C879",
     "sends": canvas.YELLOW, "data parallel": canvas.ORANGE, "optimizer": GREY,
+    "small kernels": "#C9D3DC", "stragglers": "#7A6A53", "imbalance": "#B58B5B",
+    "FSDP copies": "#D9C2A3", "routing": "#7FB3A6", "host": "#3D5A80",
 }  # fmt: skip
 # of parts that have no colour of their own
 OTHERS = ("#B58B5B", "#D9C2A3", "#7A6A53")
@@ -143,9 +145,9 @@ def _draw(shown: "Prediction", bars: "list[Prediction]", theme: Theme) -> "Figur
         top_in += BAR_HEIGHT
     _draw_table(sheet, names, bars, fills, body_in + AXIS_HEIGHT)
     source = f"predicted, not measured: {canvas.duration(shown.seconds)}"
-    if shown.band_s:
-        low, high = map(canvas.duration, shown.band_s)
-        source += f", {low} to {high} by the residuals of published steps"
+    low, high = map(canvas.duration, shown.band_s)
+    why = "the widest band" if shown.widest else "by the residuals of published steps"
+    source += f", {low} to {high}, {why}"
     source += "; one rank of each stage stands for all"
     canvas.heading(figure, shown.title, source, theme)
     return figure

@@ -8,10 +8,13 @@ from textwrap import wrap
 
 from counterpoint.scale import constants
 from counterpoint.scale.layer import Layers
+from counterpoint.scale.network.fabric import settled
 from counterpoint.scale.operators import ONLY_SERIAL
+from counterpoint.scale.overheads import straggling
 
 GROUPS = ("model", "machine", "fabric", "layout", "datasheet", "measured", "assumed", "counted",
           "not checked", "not modelled")  # fmt: skip
+NOT_CHECKED = "not checked: "  # its lines say why a band is the widest
 NAME_WIDTH = max(map(len, GROUPS)) + 2
 
 
@@ -33,16 +36,23 @@ def listed(lines: Iterable[str], width: int = 100) -> str:
 
 def _used(layers: Layers) -> list[str]:
     """Names of the constants that a prediction stands on."""
-    layout = layers.layout
-    unused: set[str] = set()
-    unused |= set() if layout.num_gpus > layers.network.machine.num_devices else {"nic_"}
-    unused |= {"score_"} if layout.flash_attention else {"flash_"}
-    replicas = layout.dp * layout.cp > 1
-    unused |= set() if replicas else {"gradient_", "parameter_"}
-    unused |= set() if replicas and layout.asynchronous else {"collective_"}
-    unused |= set() if layers.model.experts else {"routed_"}
-    unused |= set() if layers.routes else {"routed_weights_"}
-    return [name for name in constants.CONSTANTS if not name.startswith(tuple(unused))]
+    layout, machine = layers.layout, layers.network.machine
+    replicas, fsdp = layout.dp * layout.cp > 1, layout.data_parallel_sharding == "fsdp"
+    exchanged = bool(layers.model.experts) and layout.ep > 1
+    used = {
+        "nic_": layout.num_gpus > machine.num_devices,
+        "ampere_": settled(machine) != machine.costs.gemm_settled,
+        "score_": not layout.flash_attention, "flash_": layout.flash_attention,
+        "gradient_": replicas, "parameter_": replicas,
+        "beside": replicas and (layout.asynchronous or fsdp), "fsdp_": replicas and fsdp,
+        "fsdp_expert_": bool(layers.model.experts),
+        "straggler_": straggling(layout) > 0,
+        "routed_weights_": layers.routes, "routed_bytes": bool(layers.model.experts),
+        "routed_backward_": bool(layers.model.experts), "routing_": bool(layers.model.experts),
+        "counts_": exchanged and layers.overlap == "none", "expert_": exchanged,
+    }  # fmt: skip
+    unused = tuple(name for name, given in used.items() if not given)
+    return [name for name in constants.CONSTANTS if not name.startswith(unused)]
 
 
 def assumptions(layers: Layers) -> list[str]:
@@ -94,5 +104,7 @@ def assumptions(layers: Layers) -> list[str]:
         or layout.ep * layout.tp > machine.num_devices,
     }  # fmt: skip
     if names := [name for name, given in unchecked.items() if given]:
-        found.append(f"not checked: against any published step: {', '.join(names)}")
-    return [*found, "not modelled: stragglers, failures, input, host time"]
+        found.append(
+            f"{NOT_CHECKED}against any published step: {', '.join(names)}; the band is the widest"
+        )
+    return [*found, "not modelled: failures, input, launches but for FSDP2's and experts'"]

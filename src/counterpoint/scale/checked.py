@@ -14,10 +14,11 @@ from counterpoint.scale.layout import Layout
 from counterpoint.scale.models import Model
 from counterpoint.scale.network.fabric import Fabric
 from counterpoint.scale.operators import Overlap
-from counterpoint.scale.prediction import predict
+from counterpoint.scale.prediction import WIDEST, predict
 from counterpoint.scale.recommenders.dlrm import DLRMS
 
-BAND_SDS = 2  # of the logarithms of simulated over reported
+# two-sided quantiles at 95 % of Student's t, by papers less one
+T_QUANTILES = {2: 4.30, 3: 3.18, 4: 2.78}
 
 
 class Run(NamedTuple):
@@ -126,11 +127,21 @@ def mean_error(steps: tuple[Checked, ...]) -> float:
 
 
 def band(steps: tuple[Checked, ...]) -> tuple[float, float]:
-    """Simulated over reported, from and to: two standard deviations of the logarithms."""
-    logs = [log(step.ratio) for step in steps]
-    mean = sum(logs) / len(logs)
-    sd = sqrt(sum((each - mean) ** 2 for each in logs) / (len(logs) - 1))
-    return exp(mean - BAND_SDS * sd), exp(mean + BAND_SDS * sd)
+    """Simulated over reported of a step of a new paper, from and to, as papers differ.
+
+    A paper's mean is one draw, and a step's distance from that mean another. Papers are few, so
+    the quantile is Student's; the band is no wider than `WIDEST`.
+    """
+    papers = {step.paper for step in steps}
+    logs = [[log(step.ratio) for step in steps if step.paper == paper] for paper in papers]
+    means = [sum(each) / len(each) for each in logs]
+    mean = sum(means) / len(means)
+    between = sum((each - mean) ** 2 for each in means) / (len(means) - 1)
+    off = [one - own for each, own in zip(logs, means, strict=True) for one in each]
+    within = sum(each**2 for each in off) / (len(off) - len(means))
+    wide = T_QUANTILES[len(means) - 1] * sqrt(between * (1 + 1 / len(means)) + within)
+    low, high = WIDEST
+    return max(exp(mean - wide), 1 / high), min(exp(mean + wide), 1 / low)
 
 
 def held(steps: tuple[Checked, ...]) -> int:

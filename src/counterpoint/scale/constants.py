@@ -1,10 +1,11 @@
 """Every constant of a prediction at scale that is no fact of a model, a layout or a datasheet.
 
-They were written down, with where they come from, before any published step was compared, but for
-COLLECTIVE_SMS and ROUTED_*, which came an hour after the first comparison and moved Megatron-Core's
-error from 11.1 to 10.3 %. None is fitted to one. What matmuls, kernels and collectives of one node
-cost are `Machine.costs`: measured, or derived from the datasheet as they are everywhere in the
-library.
+Most were written down, with where they come from, before any published step was compared.
+COLLECTIVE_SMS, now BESIDE, and ROUTED_* came after the first comparison; AMPERE_SETTLED, BESIDE,
+UNCOUNTED, STRAGGLER_CV, FSDP_*, ROUTING_*, COUNTS_S and EXPERT_CV after errors by paper were known:
+A100s were 1 to 6 % too slow, H100s 3 to 10 % too fast. None is fitted to one. What matmuls, kernels
+and collectives of one node cost are `Machine.costs`: measured, or derived from the datasheet as
+they are everywhere in the library.
 """
 
 from typing import Literal, NamedTuple
@@ -25,12 +26,67 @@ class Constant(NamedTuple):
 
 
 NIC_SHARE = Constant(
-    0.9, "of the datasheet's rate", "assumed", "NCCL's large messages over InfiniBand or RoCE"
+    0.9,
+    "of the datasheet's rate",
+    "assumed",
+    "NCCL's large messages over InfiniBand or RoCE; DeepEP's dispatch to 16 and to 256 ranks "
+    "differs by as many bytes at 0.9",
 )
 NIC_LATENCY_S = Constant(5e-6, "s", "assumed", "one message between two nodes, NCCL over RDMA")
-COLLECTIVE_SMS = Constant(
-    24, "SMs beside computation", "measured",
-    "blocks of an NCCL 2.28 ring on 4xH200, read from captured graphs; nothing fits beside one",
+AMPERE_SETTLED = Constant(
+    1.08, "time of long matmuls against short ones, A100", "assumed",
+    "clocks: 1410 MHz at most, 1305 MHz at the power limit in HPL (NVIDIA, by "
+    "glennklockwood.com/garden/peak-FLOPS); other GPUs as measured on 4xH200",
+)  # fmt: skip
+BESIDE = Constant(
+    0.34, "of a hidden collective's time, lost by computation", "measured",
+    "FSDP2 steps of Llama-8B layers on 2 and 4 H200 (fsdp-*.jsonl); between nodes as within one",
+)  # fmt: skip
+UNCOUNTED = Constant(
+    0.04, "of computation, beside it", "measured",
+    "the same layers alone on one H200, eager and compiled, take 1.03 to 1.08 of what is counted: "
+    "gaps, small kernels, strided copies",
+)  # fmt: skip
+STRAGGLER_CV = Constant(
+    0.015, "of computation, standard deviation over GPUs", "assumed",
+    "arXiv 2208.11035: 8 % from slowest to fastest GPU of a cluster, read as a box plot's 5.4 "
+    "standard deviations; a step waits for the slowest GPU",
+)  # fmt: skip
+FSDP_COPIED_BYTES = Constant(
+    4, "bytes a parameter and gather, before computation", "counted",
+    "FSDP2 copies what was gathered into parameters (read 2, write 2)",
+)  # fmt: skip
+FSDP_PACKED_BYTES = Constant(
+    12.6, "bytes a parameter, after its backward", "measured",
+    "chunk_cat of gradients, bf16 to fp32: 2.1 of its 6 bytes on 2 and 4 H200",
+)  # fmt: skip
+FSDP_CAST_BYTES = Constant(
+    10, "bytes a parameter of a shard, before a gather", "counted",
+    "fp32 to bf16 (read 4, write 2), then into the collective's buffer (read 2, write 2)",
+)  # fmt: skip
+FSDP_CALLS = Constant(
+    100, "operators' host calls a layer", "measured",
+    "host time of FSDP2's layers, eager, on 2 and 4 H200: a layer takes no less",
+)  # fmt: skip
+FSDP_EXPERT_CALLS = Constant(
+    150, "operators' host calls a layer of experts, besides", "measured",
+    "a Qwen3-MoE of transformers, eager, on 2 H200 (transformers-experts-*.jsonl): 250 in all",
+)  # fmt: skip
+ROUTING_S = Constant(
+    60e-6, "s a layer of experts", "measured",
+    "torch's routing, 14 to 35 kernels, one H200 (expert-layer-1x-h200.jsonl): 62 to 81 us of 256 "
+    "tokens",
+)  # fmt: skip
+ROUTING_TOKEN_S = Constant(20e-9, "s a token, likewise", "measured", "125 to 173 us of 4096 tokens")
+COUNTS_S = Constant(
+    0.5e-3, "s a layer of experts, forward and backward", "measured",
+    "the host waits for counts of rows, then launches again: torch with and without known counts, "
+    "4096 tokens a rank, 2xH200 (steps-2x-h200.jsonl): 0.48 to 0.56 ms",
+)  # fmt: skip
+EXPERT_CV = Constant(
+    0.215, "of an expert's rows, standard deviation over experts", "assumed",
+    "arXiv 2408.15664, table 2: with an auxiliary loss the fullest of 64 experts has 0.52 to 0.72 "
+    "more rows than the mean; independent, so that a rank's excess shrinks with its experts",
 )  # fmt: skip
 FLASH_SHARE = Constant(
     0.5, "of the bf16 peak", "assumed",

@@ -83,7 +83,7 @@ def training(model: Model, layout: Layout, machine: Machine, fabric: Fabric) -> 
     if found.fits:
         return found
     changes: list[list[str]] = []
-    for words, other in _others(model, layout, machine.num_devices):
+    for words, other in _others(model, layout, machine):
         more = any({*fewer} <= {*words} for fewer in changes)
         if not more and _of(model, other, machine, fabric).fits:
             changes.append(words)
@@ -131,7 +131,7 @@ def stage_bytes(step: Step, stage: int) -> dict[str, float]:
     sharded, last = layout.data_parallel_sharding, stage == layout.pp - 1
     counts = step.stage_parameters(stage)
     each = sum(counts)
-    shared = sum(n / group.size for n, group in zip(counts, step.groups(), strict=True))
+    shared = sum(n / group.size for n, group in zip(counts, step.replicas.groups(), strict=True))
     found: dict[str, float] = dict.fromkeys(("weights", "gradients", "optimizer", "gathered"), 0.0)
     if sharded == "fsdp":  # all in fp32, a shard each; layers in bf16 while they are used
         found |= {
@@ -221,8 +221,12 @@ def _experts_bytes(step: Step, dense: bool) -> float:
     return rows * BF16 * (2 * model.hidden + (4 if model.gated else 2) * model.expert_ffn)
 
 
-def _others(model: Model, layout: Layout, island: int) -> Iterator[tuple[list[str], Layout]]:
-    """Layouts that take less, on as many GPUs if they can, and then on twice as many; in words."""
+def _others(model: Model, layout: Layout, machine: Machine) -> Iterator[tuple[list[str], Layout]]:
+    """Layouts that take less, on as many GPUs if they can, and then on twice as many; in words.
+
+    None on GPUs that do not even hold weights, gradients and moments in fp32, an equal share each.
+    """
+    least = (FP32 + FP32 + MOMENTS) * model.parameters * constants.RESERVED.value
     fsdp = {"data_parallel_sharding": "fsdp"}
     lighter: list[dict[str, Any]] = [
         {}, {"recompute": "selective"}, fsdp, {"recompute": "full"}, {"micro_batch": 1},
@@ -230,10 +234,12 @@ def _others(model: Model, layout: Layout, island: int) -> Iterator[tuple[list[st
         {**fsdp, "recompute": "full", "micro_batch": 1},
         *({**fsdp, "recompute": "full", "cp": layout.cp * times} for times in (2, 4, 8)),
     ]  # fmt: skip
+    degrees = _doubled(layout.tp, machine.num_devices)
     known, gpus = {layout}, layout.num_gpus
+    while least > gpus * machine.device.hbm_bytes:
+        gpus *= 2
     while gpus <= MAX_GPUS:
-        for tp, ep, change in product(_doubled(layout.tp, island), _degrees_of_experts(model, gpus),
-                                      lighter):  # fmt: skip
+        for tp, ep, change in product(degrees, _degrees_of_experts(model, gpus), lighter):
             dp = gpus // (tp * int(change.get("cp", layout.cp)) * layout.pp)
             again = str(change.get("recompute", layout.recompute))
             if not dp or ep < layout.ep or AGAIN.index(again) < AGAIN.index(layout.recompute):

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Literal
 
 from counterpoint.errors import InputError
-from counterpoint.scale.network.links import Message, Topology, arrivals_s
+from counterpoint.scale.network.links import Message, Topology, arrivals_s, refuse_beyond
 
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
 # of one split: its number, the messages that its ranks begin after, and its first message's number
@@ -71,6 +71,8 @@ def direct_s(topology: Topology, kind: Kind, total_bytes: float, splits: int = 1
     if kind == "all_reduce":
         raise InputError("direct_s", "kind", want="one without two phases", got=kind)
     n, link = topology.ranks, topology.links[0]
+    if n > 2:  # before all are made; rank 0 is at an end of a line, whose mean is two thirds of it
+        refuse_beyond(splits * n * sum(len(topology.route(0, i)) for i in range(1, n)) * 2 // 3)
     block = link.whole(link.whole(total_bytes / splits) / n)
     added_s = 3 * link.down(block / link.memory_bytes_per_s) if kind == "reduce_scatter" else 0.0
 

@@ -11,8 +11,10 @@ from counterpoint.scale import constants
 from counterpoint.scale.layer import Layers
 from counterpoint.scale.network.fabric import Group
 from counterpoint.scale.operators import ITEM_BYTES
+from counterpoint.scale.overheads import computed, routed
 from counterpoint.scale.parts import Both, Collective, Parts, Sent
 from counterpoint.scale.pipeline import Event, Pipeline, Stage, simulate
+from counterpoint.scale.replicas import Replicas, Sizes
 
 
 class Hop(NamedTuple):
@@ -73,6 +75,7 @@ class Step:
     def __init__(self, layers: Layers) -> None:
         self.layers, self.network = layers, layers.network
         self.model, self.layout = layers.model, layers.layout
+        self.replicas = Replicas(layers)
 
     def run(self) -> tuple[dict[str, float], Stages]:
         """The parts of the busiest stage, and what each stage does when."""
@@ -117,23 +120,39 @@ class Step:
         return (True,) * (dense > 0) + (False,) * (dense < self.model.layers)
 
     @cached_property
-    def _dense(self) -> Both:
-        return self._sharded(self.layers.dense(), self.parameters(True))
+    def _alone(self) -> dict[bool, Both]:
+        """A layer of each kind, whose parameters are there."""
+        found: dict[bool, Both] = {}
+        for dense in self.kinds:
+            layer = self.layers.dense() if dense else self.layers.sparse()
+            layer = computed(layer, self.layout)
+            found[dense] = layer if dense else routed(self.layers, layer)
+        return found
 
     @cached_property
-    def _sparse(self) -> Both:
-        return self._sharded(self.layers.sparse(), self.parameters(False))
+    def _whole(self) -> dict[bool, Both]:
+        """With its parameters gathered, where each layer's are."""
+        if not self.replicas.sharded:
+            return self._alone
+        return {dense: self.replicas.layer(each, self.parameters(dense), experts=not dense)
+                for dense, each in self._alone.items()}  # fmt: skip
 
     def _chunk(self, index: int) -> Both:
         """One part of the model: layers, and on the last one the head."""
         dense, sparse = self._num_layers[index]
         found = Both()
         if dense:
-            found += self._dense * dense
+            found += self._whole[True] * dense
         if sparse:
-            found += self._sparse * sparse
-        if index == self.layout.pp * self.layout.virtual_stages - 1:
-            found += self.layers.head()
+            found += self._whole[False] * sparse
+        last = index == self.layout.pp * self.layout.virtual_stages - 1
+        if last:
+            found += computed(self.layers.head(), self.layout)
+        if self.replicas.sharded and index == 0:
+            kind = self.kinds[0]
+            found += self.replicas.first(self._alone[kind], self.parameters(kind))
+        if self.replicas.sharded and last and not (index == 0 and self.model.tied):
+            found += self.replicas.logits()
         return found
 
     @cached_property
@@ -151,7 +170,7 @@ class Step:
             left -= dense
         return found
 
-    def parameters(self, dense: bool) -> tuple[float, float]:
+    def parameters(self, dense: bool) -> Sizes:
         """Of a layer on one rank: those all have, and those of its experts."""
         model, tp = self.model, self.layout.tp
         shared = sum(k * n for k, n in model.attention_weights)
@@ -164,7 +183,7 @@ class Step:
         dense, sparse = zip(*self._num_layers[stage :: self.layout.pp], strict=True)
         return sum(dense), sum(sparse)
 
-    def stage_parameters(self, stage: int) -> tuple[float, float]:
+    def stage_parameters(self, stage: int) -> Sizes:
         """Of a stage on one rank, likewise."""
         shared = experts = 0.0
         for count, dense in zip(self.stage_layers(stage), (True, False), strict=True):
@@ -175,50 +194,6 @@ class Step:
         ends -= self.model.tied and self.layout.pp == 1  # else both stages have it
         return shared + ends * self.model.vocab * self.model.hidden / self.layout.tp, experts
 
-    def groups(self) -> tuple[Group, Group]:
-        """Ranks with the same parameters: of those that all have, and of experts."""
-        layout = self.layout
-        copies = layout.dp * layout.cp
-        return Group(copies, layout.tp), Group(copies // layout.ep, layout.tp * layout.ep)
-
-    def _moved_s(self, parameters: tuple[float, float], item_bytes: float) -> float:
-        """Seconds to gather parameters, or to reduce-scatter their gradients."""
-        return sum(
-            self.network.all_gather_s(count * item_bytes, group)
-            for count, group in zip(parameters, self.groups(), strict=True)
-            if count
-        )
-
-    def _sharded(self, layer: Both, parameters: tuple[float, float]) -> Both:
-        """With its parameters gathered and its gradients scattered, where each layer's are."""
-        if self.layout.data_parallel_sharding != "fsdp":
-            return layer
-        gather_s = self._moved_s(parameters, constants.PARAMETER_BYTES.value)
-        scatter_s = self._moved_s(parameters, constants.GRADIENT_BYTES.value)
-
-        gathers = self._moved("all_gather", parameters)
-        both = gathers | self._moved("reduce_scatter", parameters)
-
-        def exposed(beside: Parts, moved_s: float, sent: dict[Sent, float]) -> Parts:
-            # one layer ahead of the computation
-            hidden_s = min(beside.seconds, moved_s) if self.layout.asynchronous else 0.0
-            return Parts({"data parallel": self._beside_s(moved_s, hidden_s)}, sent)
-
-        return layer + Both(
-            exposed(layer.forward, gather_s, gathers),
-            exposed(layer.backward, gather_s + scatter_s, both),
-        )
-
-    def _moved(self, kind: Collective, parameters: tuple[float, float]) -> dict[Sent, float]:
-        """Bytes of parameters that are gathered, or of gradients that are reduced."""
-        item_bytes = constants.GRADIENT_BYTES.value
-        if kind == "all_gather":
-            item_bytes = constants.PARAMETER_BYTES.value
-        found = Parts()
-        for count, group in zip(parameters, self.groups(), strict=True):
-            found += Parts(sent={Sent("data parallel", kind, group): count * item_bytes})
-        return found.sent
-
     def _replicas(self, stage: int) -> dict[Sent, float]:
         """Bytes of gradients and parameters, once a step."""
         sharding, parameters = self.layout.data_parallel_sharding, self.stage_parameters(stage)
@@ -227,7 +202,7 @@ class Step:
         }  # fmt: skip
         found: dict[Sent, float] = {}
         for kind in kinds[sharding]:
-            found |= self._moved(kind, parameters)
+            found |= self.replicas.moved(kind, parameters)
         return found
 
     def _replicas_s(self, stage: int, times: Stage) -> float:
@@ -241,34 +216,31 @@ class Step:
         if layout.data_parallel_sharding == "none":
             moved = [(sum(
                 self.network.all_reduce_s(count * gradients, group)
-                for count, group in zip(parameters, self.groups(), strict=True) if count
+                for count, group in zip(parameters, self.replicas.groups(), strict=True) if count
             ), last_s)]  # fmt: skip
         else:
+            moved_s = self.replicas.moved_s
             moved = [
-                (self._moved_s(parameters, gradients), last_s),
-                (self._moved_s(parameters, constants.PARAMETER_BYTES.value), sum(times.forward_s)),
+                (moved_s(parameters, gradients), last_s),
+                (
+                    self.replicas.moved_s(parameters, constants.PARAMETER_BYTES.value),
+                    sum(times.forward_s),
+                ),
             ]
         if not layout.asynchronous:
             return sum(seconds for seconds, _ in moved)
         # beside one micro-batch, a layer's at a time: that of the last layer has nothing beside it
         layers = max(self.model.layers // layout.pp, 1)
         return sum(
-            self._beside_s(seconds, min(beside_s, seconds * (1 - 1 / layers)))
+            self.replicas.beside_s(seconds, min(beside_s, seconds * (1 - 1 / layers)))
             for seconds, beside_s in moved
         )
 
-    def _beside_s(self, moved_s: float, hidden_s: float) -> float:
-        """What a collective costs that is hidden in part: its SMs are taken from computation."""
-        taken = constants.COLLECTIVE_SMS.value / self.network.machine.device.num_sms
-        return moved_s - hidden_s + hidden_s * min(taken, 1.0)
-
     def _optimizer_s(self, stage: int) -> float:
         owned = self.layout.data_parallel_sharding != "none"
-        counts = [
-            count / (group.size if owned else 1)
-            for count, group in zip(self.stage_parameters(stage), self.groups(), strict=True)
-        ]
-        return self.layers.memory_s(constants.OPTIMIZER_BYTES.value * sum(counts))
+        each = zip(self.stage_parameters(stage), self.replicas.groups(), strict=True)
+        own = sum(count / (group.size if owned else 1) for count, group in each)
+        return self.layers.memory_s(constants.OPTIMIZER_BYTES.value * own)
 
     def _hop(self) -> Hop:
         """What one stage sends to the next; tensor-parallel ranks send a share each."""

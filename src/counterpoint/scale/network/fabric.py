@@ -85,6 +85,12 @@ class Group(NamedTuple):
     stride: int
 
 
+def settled(machine: Machine) -> float:
+    """Time of long matmuls against short ones, whose clocks power has not lowered yet."""
+    ampere = not machine.measured and machine.device.capability == "8.0"
+    return constants.AMPERE_SETTLED.value if ampere else machine.costs.gemm_settled
+
+
 @dataclass(frozen=True, slots=True)
 class Network:
     """A machine's islands on a fabric: what a collective of a group costs.
@@ -150,18 +156,18 @@ class Network:
         )
 
     def all_gather_s(self, total_bytes: float, group: Group) -> float:
-        """Seconds of an all-gather, or of a reduce-scatter: a ring, or a hierarchy of two."""
+        """Seconds of an all-gather, or of a reduce-scatter: one ring over all, as NCCL has it.
+
+        NCCL has no hierarchy of these, so its latency grows with the ranks.
+        """
         near = self.near(group)
         far = -(-group.size // near)
         if far == 1:
             return ring_all_gather_s(self.island, total_bytes, group.size)
-        inside_s = ring_all_gather_s(self.island, total_bytes, near)
         if self.fabric.torus:
+            inside_s = ring_all_gather_s(self.island, total_bytes, near)
             return inside_s + torus.all_gather_s(self._dimensions(group), total_bytes / near)
-        return min(
-            ring_all_gather_s(self._through(near), total_bytes, group.size),
-            inside_s + ring_all_gather_s(self.nic, total_bytes / near, far),
-        )
+        return ring_all_gather_s(self._through(near), total_bytes, group.size)
 
     def all_to_all_s(self, total_bytes: float, group: Group) -> float:
         """Seconds of a direct all-to-all: the slowest of the levels that its blocks go through.
@@ -198,16 +204,16 @@ class Network:
             fixed_s = 2 * self.nic.latency_s
             seconds = self.all_to_all_s(probe, group) - fixed_s
             rate = max(probe * (group.size - 1) / group.size / seconds, LEAST_BYTES_PER_S)
-        settled = replace(
+        long = replace(
             costs,
-            gemm_flop_per_s=costs.gemm_flop_per_s / costs.gemm_settled,
+            gemm_flop_per_s=costs.gemm_flop_per_s / settled(self.machine),
             gemm_settled=1.0,
             copy_bytes_per_s=min(costs.copy_bytes_per_s, rate),
             collective_bytes_per_s=min(costs.collective_bytes_per_s, rate),
             direct_bytes_per_s=min(costs.direct_bytes_per_s, rate),
         )
         num_devices = max(min(group.size, MAX_RANKS), self.machine.num_devices)
-        return replace(self.machine, num_devices=num_devices, measured=settled)
+        return replace(self.machine, num_devices=num_devices, measured=long)
 
     def as_islands(self, group: Group) -> Machine | None:
         """The machine of a group's islands that plans between them see, with its NIC.

@@ -167,14 +167,23 @@ def _ticks(link: Link, num_bytes: float) -> tuple[float, float]:
     return _units(both[0], link.tick_s), _units(both[1], link.tick_s)
 
 
+def refuse_beyond(hops: int) -> None:
+    """Refuse more messages x hops than can be simulated in seconds.
+
+    Raises:
+        InputError: there are more.
+    """
+    if hops > MAX_HOPS:
+        want = f'of at most {MAX_HOPS} messages x hops; congestion="closed" has no limit'
+        raise InputError("links", "messages", want=want, got="more")
+
+
 def _counted(messages: Iterable[Message]) -> list[Message]:
     found: list[Message] = []
-    left = MAX_HOPS
+    hops = 0
     for each in messages:
-        left -= max(len(each.route), 1)
-        if left < 0:
-            want = f'of at most {MAX_HOPS} messages x hops; congestion="closed" has no limit'
-            raise InputError("links", "messages", want=want, got="more")
+        hops += max(len(each.route), 1)
+        refuse_beyond(hops)
         found.append(each)
     return found
 

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from counterpoint.scale import constants
+from counterpoint.scale.assumptions import NOT_CHECKED
 from counterpoint.scale.operators import ONLY_SERIAL
 from counterpoint.scale.recommenders.counts import COUNTS
 from counterpoint.scale.recommenders.step import DlrmStep
@@ -50,6 +51,9 @@ def assumptions(step: DlrmStep) -> list[str]:
     if step.leaves:
         how = "by plans of islands, or serially" if step.place.planned else ONLY_SERIAL
         found.append(f"layout: between nodes ours pools and sends {how}")
-    found.append("not checked: against any but two published steps: counterpoint scale --check")
+    found.append(
+        f"{NOT_CHECKED}against any but two published steps (counterpoint scale --check); "
+        "the band is the widest"
+    )
     return [*found, "not modelled: what runs beside pooling and its all-to-all but each other",
             "not modelled: stragglers, failures, input, host time"]  # fmt: skip
