@@ -162,7 +162,7 @@ def test_the_most_similar_case(tmp_path):
 @pytest.mark.parametrize(
     ("model", "degrees", "mechanism"),
     [("llama3-8b", {}, "overlap"), ("llama3-8b", {"tp": 8}, "tensor parallel"),
-     ("mixtral-8x7b", {"ep": 8}, "experts")],
+     ("mixtral-8x7b", {"ep": 8, "micro_batch": 2}, "experts")],
 )  # fmt: skip
 def test_before_there_is_a_trace(model, degrees, mechanism):
     """Of a predicted step: never more saved than is bound, and said to be predicted."""

@@ -76,7 +76,6 @@ class WhatIf:
 
     Args:
         step: by serial plans, as `predict` has it.
-        none_s: that step; with FSDP2 within a node its copies and packing too.
         ours: mechanisms of this library that save something, the largest first.
         without: those that do not apply, or save nothing, with the reason.
         together_s: the step with all of `ours`.
@@ -87,7 +86,6 @@ class WhatIf:
     """
 
     step: Prediction
-    none_s: float
     ours: tuple[Mechanism, ...]
     without: tuple[Mechanism, ...]
     together_s: float
@@ -113,7 +111,6 @@ def what_if(model: Model | Dlrm, layout: Layout, fabric: Fabric, machine: Machin
     network = Network(machine, fabric)
     why = _reasons(model, layout, network)
     run = _runner(model, layout, network)
-    none_s = run(frozenset())
 
     def found(name: Name) -> Mechanism:
         title, line = WORDS[name]
@@ -121,9 +118,9 @@ def what_if(model: Model | Dlrm, layout: Layout, fabric: Fabric, machine: Machin
             return Mechanism(title, line, why[name], 0.0, 1.0)
         upon: frozenset[Name] = frozenset({UPON[name]} if name in UPON else ())
         saves_s = run(upon) - run(upon.union((name,)))
-        if saves_s < LEAST * none_s:
+        if saves_s < LEAST * step.seconds:
             return Mechanism(title, line, _nothing(saves_s), 0.0, 1.0)
-        return Mechanism(title, line, "", saves_s, none_s / (none_s - saves_s))
+        return Mechanism(title, line, "", saves_s, step.seconds / (step.seconds - saves_s))
 
     every: dict[Name, Mechanism] = {name: found(name) for name in WORDS}
     last = every.pop("puts")
@@ -136,7 +133,7 @@ def what_if(model: Model | Dlrm, layout: Layout, fabric: Fabric, machine: Machin
     if isinstance(model, Dlrm) and not last.why:
         of_sizes = sizes(ChosenDlrm(model, layout, network, "none"))
     stands = _assumptions(on, last_applies=not last.why)
-    return WhatIf(step, none_s, tuple(ours), others, together_s, last, beyond_s, of_sizes, stands)
+    return WhatIf(step, tuple(ours), others, together_s, last, beyond_s, of_sizes, stands)
 
 
 def _nothing(saves_s: float) -> str:

@@ -32,7 +32,7 @@ def show_what_if(
     console.print(step.title, markup=False, soft_wrap=True)
     console.print(str(step.memory), markup=False, soft_wrap=True,
                   style="" if step.memory.fits else "bold red")  # fmt: skip
-    console.print(f"{found.none_s * 1e3:,.3f} ms a step by serial plans, predicted\n")
+    console.print(f"{found.step.seconds * 1e3:,.3f} ms a step by serial plans, predicted\n")
     console.print(_table(found) if found.ours else "nothing of this library saves any of it")
     if found.without:
         console.print("\nnothing is saved by:")
@@ -52,7 +52,7 @@ def _table(found: WhatIf) -> Any:
     shown = table("mechanism, each alone", ">saves, ms", ">speedup", "turned on by")
     for each in found.ours:
         shown.add_row(each.name, f"{each.saves_s * 1e3:.3f}", f"{each.speedup:.3f}x", each.line)
-    none_s, all_s = found.none_s, found.together_s
+    none_s, all_s = found.step.seconds, found.together_s
     saves, speedup = f"{(none_s - all_s) * 1e3:.3f}", f"{none_s / all_s:.3f}x"
     shown.add_row("all of these", saves, speedup, "", style="bold")
     return shown
@@ -87,7 +87,7 @@ def _facts(found: WhatIf) -> dict[str, Any]:
 
     mechanisms = [of(each, ours=True) for each in (*found.ours, *found.without)]
     return {
-        "step": facts(found.step), "none_s": found.none_s, "together_s": found.together_s,
+        "step": facts(found.step), "together_s": found.together_s,
         "mechanisms": [*mechanisms, of(found.puts, ours=False) | {"beyond_s": found.beyond_s}],
         "sizes": [each._asdict() for each in found.sizes],
         "assumptions": list(found.assumptions),

@@ -76,6 +76,11 @@ class Layers:
         """Whether tokens may go to experts by routes: where our plans are between islands."""
         return self.overlap != "none" and between(self.network, self.experts_group) > 1
 
+    @property
+    def hosts_wait(self) -> bool:
+        """Whether hosts wait for how many rows experts get: plans of ours leave that to GPUs."""
+        return self.overlap == "none"
+
     def dense(self) -> Both:
         """A layer whose MLP every token goes through."""
         mlp = self.mlp(self.model.ffn)

@@ -54,8 +54,7 @@ def routed(layers: Layers, both: Both) -> Both:
     """A layer of experts, with its routing, the host that waits for counts, and its imbalance."""
     tokens, far = layers.between, layers.layout.ep > 1
     routing_s = constants.ROUTING_S.value + constants.ROUTING_TOKEN_S.value * tokens
-    # plans of ours leave counts on the device
-    waited_s = constants.COUNTS_S.value / 2 * (far and layers.overlap == "none")
+    waited_s = constants.COUNTS_S.value / 2 * (far and layers.hosts_wait)
     beside = Both(Parts({"routing": routing_s, "host": waited_s}), Parts({"host": waited_s}))
     share = imbalance(layers)
 

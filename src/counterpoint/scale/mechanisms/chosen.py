@@ -16,6 +16,7 @@ from counterpoint.scale.network.fabric import Group, Network
 from counterpoint.scale.operators import Placed, pair_s, placed
 from counterpoint.scale.parts import Both, Parts
 from counterpoint.scale.recommenders.step import DlrmStep
+from counterpoint.scale.replicas import Replicas
 from counterpoint.scale.step import Step
 
 Name = Literal["tensor parallel", "fp8", "experts", "routes", "attention", "FSDP", "embedding",
@@ -36,6 +37,11 @@ class ChosenLayers(Layers):
     def routes(self) -> bool:
         """Whether tokens may go to experts by routes."""
         return "routes" in self.on
+
+    @property
+    def hosts_wait(self) -> bool:
+        """Whether hosts wait for how many rows experts get."""
+        return not {"experts", "routes"} & self.on
 
     def pair_s(self, place: Placed) -> tuple[float, float]:
         """Seconds of an operator with its communication, and of its matmuls alone."""
@@ -99,32 +105,31 @@ class ChosenLayers(Layers):
 
 
 class ChosenStep(Step):
-    """A step of such layers, whose FSDP2 is priced as `cp.overlap` predicts it, within a node.
-
-    That is torch's way, its copies and packing included, which `Step` leaves out; with "FSDP" ours.
-    """
+    """A step of such layers; with "FSDP" of what `cp.overlap` saves, where shards are of a node."""
 
     def __init__(self, layers: ChosenLayers) -> None:
         super().__init__(layers)
-        self.on = layers.on
+        if "FSDP" in layers.on and within_a_node(self.layout, self.network):
+            self.replicas = OverlappedReplicas(layers)
 
-    def _sharded(self, layer: Both, parameters: tuple[float, float]) -> Both:
-        if not within_a_node(self.layout, self.network):
-            return super()._sharded(layer, parameters)
-        shared, experts = parameters
-        if self.layout.ep > 1:  # their shards are of fewer ranks
-            layer = super()._sharded(layer, (0.0, experts))
-        else:
-            shared += experts
-        count, ranks = max(self.model.layers // self.layout.pp, 1), self.groups()[0].size
+
+class OverlappedReplicas(Replicas):
+    """Ranks whose gathers and scatters go by `cp.overlap`, less what its own predictor says."""
+
+    def layer(self, layer: Both, parameters: tuple[float, float], *, experts: bool) -> Both:
+        """With its parameters gathered and its gradients scattered."""
+        found, (shared, of_experts) = super().layer(layer, parameters, experts=experts), parameters
+        if self.layout.ep == 1:  # else their shards are of fewer ranks
+            shared += of_experts
+        count = max(self.layers.model.layers // self.layout.pp, 1)
         sizes = Sizes(round(shared), round(shared), int(constants.PARAMETER_BYTES.value))
-        computation_s = count * layer.seconds
-        found = predicted_step([sizes] * count, ranks, self.network.machine.costs, computation_s)
-        took_s = found.ours_s if "FSDP" in self.on else found.as_is_s
-        each_s = (took_s - computation_s) / count
-        name, forward = "data parallel", 1 / 3  # a gather, of two and a scatter
-        parts = (Parts({name: each_s * share}) for share in (forward, 1 - forward))
-        return layer + Both(*parts)
+        told = predicted_step([sizes] * count, self.groups()[0].size,
+                              self.network.machine.costs, count * layer.seconds)  # fmt: skip
+        names, both = ("data parallel", "FSDP copies"), (found.forward, found.backward)
+        spent_s = sum(parts.get(name, 0.0) for parts in both for name in names)
+        share = min(max(told.as_is_s - told.ours_s, 0.0) / count / spent_s, 1.0) if spent_s else 0.0
+        saved = (Parts({name: -share * parts.get(name, 0.0) for name in names}) for parts in both)
+        return found + Both(*saved)
 
 
 def within_a_node(layout: Layout, network: Network) -> bool:
