@@ -19,9 +19,13 @@ SOURCES = "sources.jsonl"
 
 
 def imported() -> list[str]:
-    """The files of the library that this process has imported, from its folder on."""
+    """The files of the library that this process has imported, from its folder on.
+
+    Without those that predict whole steps: some runs print what they say, and no arm calls them.
+    """
     found = (getattr(module, "__file__", None) for name, module in [*sys.modules.items()]
-             if name.partition(".")[0] == counterpoint.__name__)  # fmt: skip
+             if name.partition(".")[0] == counterpoint.__name__
+             and not name.startswith(f"{counterpoint.__name__}.scale"))  # fmt: skip
     return sorted(Path(file).relative_to(HOUSE).as_posix() for file in found if file)
 
 

@@ -1,14 +1,17 @@
 """Our own measured steps, predicted, and the tables and picture of them."""
 
+import json
 from pathlib import Path
 from statistics import median
 
 import pytest
 
-from benchmarks.rows import results
+from benchmarks.rows import results, rows_of
 from benchmarks.scale_dlrm import dlrm_step, gradients_of_ranks_s
-from benchmarks.scale_steps import GPU, own_steps, picture, sections
+from benchmarks.scale_steps import GPU, SCORED, errors_of, own_steps, picture, sections
+from benchmarks.tables import ROOT
 from counterpoint.machine_of import machine_of
+from counterpoint.scale.checked import mean_error, published
 
 
 def test_errors_of_our_own_steps():
@@ -20,6 +23,16 @@ def test_errors_of_our_own_steps():
     assert len(over) <= 5 and all("1024" in label or "Qwen3" in label for label in over)
     assert max(errors.values()) <= 0.23
     assert max(e for label, e in errors.items() if label.startswith("DLRM")) <= 0.098
+
+
+def test_the_readme_has_the_errors_of_steps_scored_once():
+    page, known = (ROOT / "README.md").read_text(), mean_error(published())
+    unseen = ", ".join(f"{errors_of(kind)[1]:.0%} ({name})".replace("%", " %") for kind, name in
+                       (("fsdp", "FSDP"), ("pipeline", "pipelines"), ("experts", "experts")))  # fmt: skip
+    assert f"predicted {known * 100:.0f} % off known steps; unseen {unseen}" in page
+    cases = {row["case"] for row in rows_of(SCORED)}
+    text = (ROOT / "src" / "counterpoint" / "scale" / "scored_steps.json").read_text()
+    assert cases == {step["name"] for step in json.loads(text)["steps"]}
 
 
 def test_a_step_measured_again_counts_once_as_it_was_last(monkeypatch: pytest.MonkeyPatch):

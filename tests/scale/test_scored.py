@@ -1,6 +1,6 @@
-"""Published steps that no prediction has seen: each can be built, and says where it is from.
+"""Published steps that were predicted once, before anybody had looked: each has its source.
 
-Nothing here predicts: the set is for scoring once.
+Nothing here predicts: their scores are kept in benchmarks/results.
 """
 
 import json
@@ -18,7 +18,7 @@ from counterpoint.scale.models import Model
 from counterpoint.scale.network.fabric import Fabric, Network
 
 FOLDER = files("counterpoint.scale")
-UNSEEN = json.loads((FOLDER / "unseen_steps.json").read_text())
+UNSEEN = json.loads((FOLDER / "scored_steps.json").read_text())
 STEPS = {row["name"]: row for row in UNSEEN["steps"]}
 SEEN = json.loads((FOLDER / "published_steps.json").read_text())
 TEXTS = ("source", "machine", "reported", "seconds_from", "assumed")
