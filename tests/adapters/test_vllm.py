@@ -119,6 +119,7 @@ def test_vllm_takes_it():
     assert config.compute_hash() != CompilationConfig().compute_hash()
 
 
+@pytest.mark.filterwarnings("ignore")  # of what vLLM imports
 @pytest.mark.skipif(not installed, reason="vllm is not installed")
 def test_vllm_runs_it_behind_its_own_passes():
     from vllm.compilation.passes import pass_manager  # type: ignore[import-not-found]
@@ -193,6 +194,7 @@ def test_the_entry_point_is_what_vllm_looks_for():
         assert plugins.DEFAULT_PLUGINS_GROUP == "vllm.general_plugins"
 
 
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.skipif(not installed, reason="vllm is not installed")
 def test_vllms_own_configuration_takes_it(monkeypatch: pytest.MonkeyPatch):
     """As of `vllm serve --tensor-parallel-size 2`, without a model."""
@@ -202,7 +204,9 @@ def test_vllms_own_configuration_takes_it(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(vllm_plugin.SWITCH, "1")
     vllm_plugin.load()
     parallel = config.ParallelConfig(tensor_parallel_size=2)
-    made = pickle.loads(pickle.dumps(config.VllmConfig(parallel_config=parallel)))
+    device = config.DeviceConfig(device="cpu")
+    given = config.VllmConfig(parallel_config=parallel, device_config=device)
+    made = pickle.loads(pickle.dumps(given))
     assert 64 in made.compilation_config.compile_ranges_endpoints
     taken = made.compilation_config.inductor_compile_config[SEAM]
     assert isinstance(taken.callable, DecodePass)
