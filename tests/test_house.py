@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent.parent
 HOUSE = ROOT / "src" / "counterpoint"
 # lines of code of each folder, as they are: a change that needs more says why, and edits this table
 CODE = {
-    ".": 1699, "adapters": 2374, "advice": 1376, "attention": 878, "choose": 630, "cli": 2381,
+    ".": 1699, "adapters": 2535, "advice": 1376, "attention": 878, "choose": 630, "cli": 2382,
     "embedding": 2333, "experts": 5525, "fsdp": 2005, "gpu": 1005, "group": 2875,
     "kernels": 629, "measure": 2096, "model": 666, "nn": 1000, "norms": 931, "ops": 1640,
     "plan": 2069, "resources": 1429, "run": 2060, "scale": 3053, "schedules": 1003,

@@ -173,3 +173,13 @@ def test_what_is_batch_invariant_stays(rank: int, ranks: int):
         patch.setenv("VLLM_BATCH_INVARIANT", "1")
         (report,) = ran(added, rank).reports
     assert report.found[0].reason.startswith("VLLM_BATCH_INVARIANT is set")
+
+
+@on_ranks(2)
+def test_what_has_no_sizes_stays(rank: int, ranks: int):
+    graph = torch.fx.Graph()
+    graph.output(graph.call_function(vllm.all_reduce.default, (graph.placeholder("x"), "tp:0")))
+    decoding = DecodePass()
+    with compiling(8):
+        decoding(graph)
+    assert [one.reason for one in decoding.reports[0].found] == ["its sizes are not known"]

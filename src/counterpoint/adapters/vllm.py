@@ -132,6 +132,8 @@ class DecodePass:
         summed = one.given
         while summed.target in VIEWS or summed.target in TURNS:
             summed = cast(fx.Node, summed.args[0])
+        if "val" not in summed.meta:  # a pass of vLLM's has made it
+            return "its sizes are not known"
         rows = value(summed).shape[0]
         most = _upper_bound(rows, graph)
         if most is None or most > self.max_rows:
