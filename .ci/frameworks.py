@@ -14,8 +14,10 @@ from typing import NamedTuple
 VENV = Path(".venv")
 # what the modules of vLLM import that its tests name: its wheel is built for CUDA, and asks for a
 # torch of its own
-PARTS_OF_VLLM = ["aiohttp", "cbor2", "depyf", "openai", "oss-harmony", "psutil", "pyzmq", "regex",
-                 "sentencepiece", "transformers>=5.16.1,<5.21"]  # fmt: skip
+PARTS_OF_VLLM = ["aiohttp", "cachetools", "cbor2", "cloudpickle", "depyf", "msgspec", "openai",
+                 "oss-harmony", "prometheus_client", "psutil", "py-cpuinfo", "pybase64", "pyzmq",
+                 "regex", "sentencepiece", "transformers>=5.16.1,<5.21", "uvloop",
+                 "xgrammar"]  # fmt: skip
 PARTS_OF_TORCHREC = ["--no-deps", "tensordict", "torchmetrics", "lightning-utilities",
                      "pyre-extensions", "iopath", "tqdm", "portalocker", "typing-inspect",
                      "mypy-extensions", "cloudpickle", "orjson", "pyvers", "importlib-metadata",
@@ -45,7 +47,8 @@ FRAMEWORKS = [
     Framework("lightning", "out/frameworks", [OF_FSDP, "-k", "lightning"]),
     Framework("torchtitan", "out/frameworks", ["tests/adapters/test_torchtitan.py"]),
     Framework("torchrec", "out/torchrec", ["tests/adapters/test_torchrec.py"]),
-    Framework("vllm", "out/vllm", ["tests/adapters/test_vllm.py"]),
+    Framework("vllm", "out/vllm", ["tests/adapters/test_vllm.py",
+                                   "tests/adapters/test_vllm_norms.py"]),
 ]  # fmt: skip
 
 

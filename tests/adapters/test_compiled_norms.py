@@ -32,6 +32,16 @@ def alone(x: Tensor, residual: Tensor, weight: Tensor) -> Any:
     return F.rms_norm(h, (N,), weight, 1e-5), h * residual
 
 
+def behind_views(x: Tensor, residual: Tensor, weight: Tensor) -> Any:
+    """As behind experts, whose rows are those of all sequences.
+
+    Dynamic sizes of x and of the residual are not known to be equal: results are copied, once.
+    """
+    rows = collectives.all_reduce(torch.relu(x.reshape(-1, N)), "sum", world())
+    h = residual + rows.view(residual.shape)
+    return F.rms_norm(h, (N,), weight, 1e-5), h
+
+
 def of_transformers(x: Tensor, residual: Tensor, weight: Tensor) -> Any:
     """LlamaRMSNorm, line by line."""
     h = residual + summed(x)
@@ -94,9 +104,19 @@ def rms(h: Tensor, weight: Tensor) -> Tensor:
     return F.rms_norm(h, (N,), weight, 1e-5)
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("layer", [with_residual, alone, of_transformers, by_layer, by_layer_alone])
+@pytest.mark.parametrize(
+    "layer",
+    [
+        with_residual,
+        alone,
+        behind_views,
+        of_transformers,
+        by_layer,
+        by_layer_alone,
+    ],
+)
 @on_ranks(2)
 def test_a_norm_behind_an_all_reduce(rank: int, ranks: int, layer: Layer, dynamic: bool):
     kind, is_alone = "layer" if "layer" in layer.__name__ else "rms", "alone" in layer.__name__
@@ -128,7 +148,9 @@ def test_a_norm_behind_an_all_reduce(rank: int, ranks: int, layer: Layer, dynami
             assert operators == [f"all_reduce_{kind}_norm"], str(report)
 
 
-@pytest.mark.parametrize("layer", [of_columns, read_between, no_norm, in_its_own_dtype, of_gemma])
+@pytest.mark.parametrize("layer", [
+    of_columns, read_between, no_norm, in_its_own_dtype, of_gemma,
+])  # fmt: skip
 @on_ranks(2)
 def test_what_is_left_is_as_it_was(rank: int, ranks: int, layer: Layer):
     given = operands(rank, (5,), torch.bfloat16)

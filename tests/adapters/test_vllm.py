@@ -1,99 +1,30 @@
-"""vLLM's decoding: on vLLM where it is installed, else on stand-ins for its seam.
-
-The stand-ins have the names of vLLM 0.33.0, and its operator's schema.
-"""
+"""vLLM's decoding: on vLLM where it is installed, else on stand-ins for its seam."""
 
 import importlib
 import importlib.metadata
-import importlib.util
 import pickle
 import sys
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+import tomllib
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace as Named
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from functorch.compile import make_boxed_func
 from on_ranks import on_ranks
 from rank_bodies import by_reference
 from torch import Tensor, nn
-from torch._dynamo.backends.common import aot_autograd
-from torch._inductor.decomposition import select_decomp_table
+from vllm_parts import compiled, compiling, installed, stand_ins
 
 import counterpoint as cp
-from counterpoint.adapters.vllm import PASSES, SEAM, STATE, DecodePass, compilation_config
+from counterpoint.adapters import vllm_plugin
+from counterpoint.adapters.vllm import PASSES, SEAM, DecodePass, compilation_config
 from counterpoint.measure.timing import relative_error
 
 K, N = 24, 16
-installed = importlib.util.find_spec("vllm") is not None
-LIBRARY = None if installed else torch.library.Library("vllm", "FRAGMENT")
-
-
-class Wrapped:
-    """As vLLM's CallableInductorPass."""
-
-    def __init__(self, callable: Callable[[Any], None], uuid: Any = None) -> None:
-        self.callable, self._uuid = callable, uuid
-
-    def __call__(self, graph: Any) -> None:
-        self.callable(graph)
-
-    def uuid(self) -> Any:
-        return self._uuid
-
-
-def all_reduce(tensor: Tensor, group_name: str) -> Tensor:
-    result = tensor.clone()
-    dist.all_reduce(result, group=sys.modules[STATE]._groups[group_name]().device_group)
-    return result
-
-
-def all_reduce_fake(tensor: Tensor, group_name: str) -> Tensor:
-    return torch.empty_like(tensor)
-
-
-@contextmanager
-def compiling(end: int | None) -> Iterator[None]:
-    """vLLM while it compiles a graph for 1 to `end` tokens; None: it does not."""
-    if not installed:
-        with stand_ins(end):
-            yield
-        return
-    passes, state = importlib.import_module(PASSES), importlib.import_module(STATE)
-    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
-        # on CPU alone its operator returns its input
-        warnings.filterwarnings("ignore", "vllm::all_reduce .*must not also be an input")
-        patch.setattr(state, "_groups", {})
-        patch.setattr(state, "_group_name_counter", {})
-        ranks = range(dist.get_world_size())
-        group = state.GroupCoordinator([[*ranks]], dist.get_rank(), "gloo", True, group_name="tp")
-        assert group.unique_name == "tp:0"
-        with passes.pass_context(Named(start=1, end=end)) if end else nullcontext():
-            yield
-
-
-@contextmanager
-def stand_ins(end: int | None) -> Iterator[None]:
-    """Modules of vLLM's names."""
-    if not hasattr(torch.ops.vllm, "all_reduce"):
-        assert LIBRARY is not None
-        LIBRARY.define("all_reduce(Tensor tensor, str group_name) -> Tensor")
-        LIBRARY.impl("all_reduce", all_reduce, "CPU")
-        torch.library.register_fake("vllm::all_reduce", all_reduce_fake, lib=LIBRARY)
-    context = None if end is None else Named(compile_range=Named(start=1, end=end))
-    group = dist.group.WORLD if dist.is_initialized() else None
-    modules = {
-        PASSES: Named(_pass_context=context, CallableInductorPass=Wrapped),
-        STATE: Named(_groups={"tp:0": lambda: Named(device_group=group)}),
-    }
-    with pytest.MonkeyPatch.context() as patch:
-        for name, module in modules.items():
-            patch.setitem(sys.modules, name, module)
-        yield
 
 
 class RowParallel(nn.Module):
@@ -116,19 +47,6 @@ class RowParallel(nn.Module):
         if self.form == "views":
             y = y.view(-1, 2, N // 2)
         return reduced(y, group_name="tp:0")
-
-
-def compiled(model: nn.Module, decoding: DecodePass, *, dynamic: bool) -> Any:
-    """The model by torch.compile, its graph of inference given to the pass, and run as it is."""
-
-    def run(module: Any, _: Any) -> Any:
-        decoding(module.graph)
-        module.recompile()
-        return make_boxed_func(module.forward)
-
-    torch._dynamo.reset()
-    backend = aot_autograd(fw_compiler=run, decompositions=select_decomp_table)
-    return torch.compile(model, backend=backend, dynamic=dynamic)
 
 
 @pytest.mark.parametrize(("form", "rows", "end", "matched", "why"), [
@@ -176,7 +94,7 @@ def test_what_vllm_gets():
         config = compilation_config(max_rows=32)
         other = compilation_config()
     assert config["compile_ranges_endpoints"] == [32]
-    assert config["pass_config"] == {"fuse_allreduce_rms": False}
+    assert "pass_config" not in config, "vLLM's own passes are as they were"
     mine = config["inductor_compile_config"][SEAM]
     assert mine.callable.max_rows == 32
     assert isinstance(mine.uuid(), str)
@@ -192,11 +110,107 @@ def test_vllm_takes_it():
 
     config = pickle.loads(pickle.dumps(CompilationConfig(**compilation_config())))
     assert config.compile_ranges_endpoints == [64]
-    assert not config.pass_config.fuse_allreduce_rms
+    assert (
+        config.pass_config.fuse_allreduce_rms == CompilationConfig().pass_config.fuse_allreduce_rms
+    )
     taken = config.inductor_compile_config[SEAM]
     assert isinstance(taken, importlib.import_module(PASSES).InductorPass)
     assert taken.callable.max_rows == 64
-    assert config.compute_hash()
+    assert config.compute_hash() != CompilationConfig().compute_hash()
+
+
+@pytest.mark.filterwarnings("ignore")  # of what vLLM imports
+@pytest.mark.skipif(not installed, reason="vllm is not installed")
+def test_vllm_runs_it_behind_its_own_passes():
+    from vllm.compilation.passes import pass_manager  # type: ignore[import-not-found]
+
+    manager = pass_manager.PostGradPassManager()
+    for name in ("eliminate_noops", "fuse_allreduce_rms"):
+        manager.add(importlib.import_module(PASSES).CallableInductorPass(print, name))
+    manager.add(compilation_config()["inductor_compile_config"][SEAM])
+    assert [each.callable for each in manager.passes[:2]] == [print, print]
+    assert isinstance(manager.passes[-1].callable, DecodePass)
+
+
+class Configured:
+    """As vLLM's VllmConfig, as far as the plugin goes."""
+
+    def __init__(self, gpus: int, **compilation: Any) -> None:
+        given = {"compile_ranges_endpoints": None, "inductor_compile_config": {}} | compilation
+        self.parallel_config = Named(tensor_parallel_size=gpus)
+        self.compilation_config = Named(**given)
+        self.__post_init__()
+
+    def __post_init__(self) -> None:
+        ends = self.compilation_config.compile_ranges_endpoints or ()
+        self.compilation_config.compile_ranges_endpoints = [*ends, 8192]
+
+
+@pytest.fixture
+def plugged(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Configured]]:
+    """A configuration of vLLM's once it has loaded its plugins, twice."""
+
+    class Own(Configured):
+        __post_init__ = Configured.__post_init__
+
+    with stand_ins(None):
+        monkeypatch.setitem(sys.modules, "vllm.config", Named(VllmConfig=Own))
+        monkeypatch.setenv(vllm_plugin.SWITCH, "1")
+        vllm_plugin.load()
+        vllm_plugin.load()
+        yield Own
+
+
+def test_the_plugin_gives_vllm_serve_the_pass(plugged: type[Configured]):
+    config = plugged(2).compilation_config
+    assert config.compile_ranges_endpoints == [64, 8192]
+    taken = config.inductor_compile_config[SEAM]
+    assert taken.callable.max_rows == 64
+    config = plugged(8, **vars(config)).compilation_config  # a copy of it, made by vLLM
+    assert config.inductor_compile_config[SEAM] is taken
+    assert plugged(1).compilation_config.inductor_compile_config == {}
+    with pytest.raises(
+        cp.InputError, match="COUNTERPOINT_VLLM: compilation_config must be without"
+    ):
+        plugged(2, inductor_compile_config={SEAM: print})
+
+
+def test_the_plugin_is_off_and_light_by_default(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv(vllm_plugin.SWITCH, raising=False)
+    monkeypatch.setitem(sys.modules, "vllm.config", Named())
+    vllm_plugin.load()
+    monkeypatch.setenv(vllm_plugin.SWITCH, "1")
+    with pytest.raises(cp.UnsupportedError, match="VllmConfig"):
+        vllm_plugin.load()
+
+
+def test_the_entry_point_is_what_vllm_looks_for():
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    (entry,) = project["entry-points"]["vllm.general_plugins"].values()
+    module, _, name = entry.partition(":")
+    assert getattr(importlib.import_module(module), name) is vllm_plugin.load
+    if installed:
+        plugins = importlib.import_module("vllm.plugins")
+        assert plugins.DEFAULT_PLUGINS_GROUP == "vllm.general_plugins"
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.skipif(not installed, reason="vllm is not installed")
+def test_vllms_own_configuration_takes_it(monkeypatch: pytest.MonkeyPatch):
+    """As of `vllm serve --tensor-parallel-size 2`, without a model."""
+    config = importlib.import_module("vllm.config")
+    monkeypatch.setattr(config.VllmConfig, "__post_init__", config.VllmConfig.__post_init__)
+    before = config.CompilationConfig().compute_hash()
+    monkeypatch.setenv(vllm_plugin.SWITCH, "1")
+    vllm_plugin.load()
+    parallel = config.ParallelConfig(tensor_parallel_size=2)
+    device = config.DeviceConfig(device="cpu")
+    given = config.VllmConfig(parallel_config=parallel, device_config=device)
+    made = pickle.loads(pickle.dumps(given))
+    assert 64 in made.compilation_config.compile_ranges_endpoints
+    taken = made.compilation_config.inductor_compile_config[SEAM]
+    assert isinstance(taken.callable, DecodePass)
+    assert made.compilation_config.compute_hash() != before
 
 
 @pytest.mark.skipif(installed, reason="vllm is installed")

@@ -1,12 +1,15 @@
 """vLLM's tensor-parallel decoding: matmul + all-reduce of a few rows becomes one operator.
 
+    COUNTERPOINT_VLLM=1 vllm serve MODEL --tensor-parallel-size 2
     llm = LLM(..., tensor_parallel_size=2, compilation_config=compilation_config())
 
-A pass behind vLLM's own. In graphs that are compiled for at most 64 rows it gives all-reduces to
-the pass of `compile_options`, and gives back to vLLM what that pass leaves.
+A pass behind vLLM's own, which are all as they were. It leaves graphs in which vLLM's fusion has
+joined all-reduces and norms. In others that are compiled for at most 64 rows it gives all-reduces
+to the pass of `compile_options`, then to that of vLLM's norms, and gives back what both leave.
 """
 
 import logging
+import os
 from typing import Any, cast
 
 import torch
@@ -20,15 +23,18 @@ from counterpoint.adapters.graph import rewrite
 from counterpoint.adapters.graph.axes import TURNS, VIEWS, Size, value
 from counterpoint.adapters.graph.depends_on import library
 from counterpoint.adapters.graph.find import Collective, apart
-from counterpoint.adapters.graph.rewriter import Rewriter
+from counterpoint.adapters.graph.rewriter import Rewriter, in_order
 from counterpoint.adapters.seams import taken
+from counterpoint.adapters.vllm_norms import fused, name_of, normalise
 from counterpoint.errors import InputError, UnsupportedError
 
 SEAM = "post_grad_custom_post_pass"
 TESTED = "0.33.0"
 PASSES = "vllm.compilation.passes.inductor_pass"
 STATE = "vllm.distributed.parallel_state"
+INVARIANT = "VLLM_BATCH_INVARIANT"
 MAX_ROWS = 64
+FUSION = "vLLM's own fusion has taken others of its graph"
 KINDS = {
     "vllm.all_reduce.default": "all-reduce",
     "vllm.all_gather.default": "all-gather",
@@ -44,9 +50,11 @@ def compilation_config(*, max_rows: int = MAX_ROWS) -> dict[str, Any]:
     """Make what `LLM(compilation_config=...)` takes, for decoding by matmul_all_reduce.
 
     vLLM then compiles a graph for at most `max_rows` tokens, and one for more. In the first, each
-    matmul + all-reduce becomes an operator whose plan is chosen when it runs; the second stays as
-    it is. vLLM's own fusion of all-reduce and norm, which would take the same all-reduces, is off.
-    Each rank logs what was done with each collective.
+    matmul + all-reduce becomes an operator whose plan is chosen when it runs, and so does
+    all-reduce + residual + norm where no such matmul is before it; the second stays as it is.
+    Where vLLM's own fusion has joined all-reduces and norms, its graph stays, too: put
+    {"fuse_allreduce_rms": False} into "pass_config" to have it off. Each rank logs what was done
+    with each collective.
 
     Args:
         max_rows: tokens of a step of decoding, at most.
@@ -68,7 +76,6 @@ def compilation_config(*, max_rows: int = MAX_ROWS) -> dict[str, Any]:
     decoding = DecodePass(max_rows)
     return {
         "compile_ranges_endpoints": [max_rows],
-        "pass_config": {"fuse_allreduce_rms": False},
         "inductor_compile_config": {SEAM: as_pass(decoding, decoding.uuid())},
     }
 
@@ -92,6 +99,7 @@ class DecodePass:
         """
         found: list[Collective] = []
         groups: dict[str, dist.ProcessGroup] = {}
+        theirs = [_left(node) for node in graph.nodes if fused(node)]
         for node in graph.nodes:
             kind = KINDS.get(str(node.target))
             if kind is None:
@@ -100,11 +108,11 @@ class DecodePass:
             groups[name] = _group(name)
             given = cast(fx.Node, node.args[0])
             one = Collective(node, node, given, kind, groups[name].size(), name)
-            one.reason = self._refused(one, graph) or apart(groups[name])
+            one.reason = FUSION if theirs else self._refused(one, graph) or apart(groups[name])
             found.append(one)
-        report = Report.of(_rewritten(graph, found, groups))
+        report = Report.of([*theirs, *_rewritten(graph, found, groups)])
         self.reports.append(report)
-        if found:
+        if report.found:
             logger.info("counterpoint: %s", report)
 
     def uuid(self) -> str:
@@ -117,11 +125,15 @@ class DecodePass:
 
     def _refused(self, one: Collective, graph: fx.Graph) -> str:
         """Why an all-reduce is none of decoding; "": it is."""
+        if os.environ.get(INVARIANT, "0") != "0":
+            return f"{INVARIANT} is set, and plans differ from size to size"
         if one.kind != "all-reduce":
             return "decoding has no operator for it"
         summed = one.given
         while summed.target in VIEWS or summed.target in TURNS:
             summed = cast(fx.Node, summed.args[0])
+        if "val" not in summed.meta:  # a pass of vLLM's has made it
+            return "its sizes are not known"
         rows = value(summed).shape[0]
         most = _upper_bound(rows, graph)
         if most is None or most > self.max_rows:
@@ -129,9 +141,17 @@ class DecodePass:
         if _has_bias(summed):
             raise UnsupportedError(
                 f"vLLM adds the bias of {summed} on rank 0 alone, whose graph is then another "
-                "one than those of the other ranks; leave compilation_config() out for this model"
+                "one than those of the other ranks; leave compilation_config() and "
+                "COUNTERPOINT_VLLM out for this model"
             )
         return ""
+
+
+def _left(node: fx.Node) -> Collective:
+    """An operator of vLLM's fusion, as one that is left."""
+    given = cast(fx.Node, node.kwargs.get("allreduce_in") or node.all_input_nodes[0])
+    what = f"vLLM's {name_of(node).split('.')[1]} has it, with the norm"
+    return Collective(node, node, given, "all-reduce", 0, "", what)
 
 
 def _group(name: str) -> dist.ProcessGroup:
@@ -177,6 +197,7 @@ def _rewritten(
             graph.erase_node(one.node)
             lent[sent] = one
     by_name: dict[str, dist.ProcessGroup] = {group.group_name: group for group in groups.values()}
+    left: list[Collective] = []
     for made in rewrite.rewrite(graph, by_name, merge_reductions=False):
         one = lent.get(made.node)
         if one is None:
@@ -189,4 +210,17 @@ def _rewritten(
             made.wait.replace_all_uses_with(back)
             graph.erase_node(made.wait)
             graph.erase_node(made.node)
+            made.node, made.wait, made.given = back, back, cast(fx.Node, back.args[0])
+            left.append(made)
+    _normalised(graph, left)
     return found
+
+
+def _normalised(graph: fx.Graph, left: list[Collective]) -> None:
+    """Give to operators with a norm what no matmul stands before."""
+    to = Rewriter(graph, {})
+    for one in left:
+        to.attempt(one, lambda one=one, before=one.reason: normalise(to, one, before))
+    to.erase()
+    in_order(graph)
+    graph.lint()

@@ -37,6 +37,7 @@ VARIABLES = {
     "COUNTERPOINT_ISLAND": "name of the island of a rank, its host if not set",
     "COUNTERPOINT_NVTX": "1: an NVTX range around each call of an operator on the host",
     "COUNTERPOINT_REPLAY": "0: repeated eager calls run step by step",
+    "COUNTERPOINT_VLLM": "1: vllm serve decodes by these operators",
 }
 
 

@@ -30,12 +30,14 @@ class _Normed(NamedTuple):
     """What stands behind an all-reduce.
 
     Args:
+        views: of the sum, one after another, before anything else.
         total: what is normalised.
         residual: that was added to the sum; None: nothing.
         norm: its kind, and eps.
         match: where it stands.
     """
 
+    views: list[fx.Node]
     total: fx.Node
     residual: fx.Node | None
     norm: Norm
@@ -47,9 +49,12 @@ def normalise(to: Rewriter, one: Collective, reason: str) -> None:
     behind = _normed(one.wait) if one.node.args[1] == "sum" else None
     if behind is None:
         raise NotFollowedError(reason)
-    total, residual, norm, (result, (_, weight, *bias), *_) = behind
-    tensors = one.given, residual, weight, *(bias or [None]), None
-    with to.before([one.node, one.wait, total, result]):
+    views, total, residual, norm, (result, (_, weight, *bias), *_) = behind
+    with to.before([one.node, one.wait, *views, total, result]):
+        given = one.given
+        for view in views:
+            given = to.emit(view.target, given, *view.args[1:])
+        tensors = given, residual, weight, *(bias or [None]), None
         made = to.emit(ops.all_reduce_norm.default, *tensors, *norm, PLAN, one.group)
         one.note(all_reduce_norm.operator_of(norm), *tensors)
         y, h = (to.emit(operator.getitem, made, i) for i in (0, 1))
@@ -65,8 +70,12 @@ def _normed(wait: fx.Node) -> _Normed | None:
     Args:
         wait: of the all-reduce.
     """
+    views: list[fx.Node] = []
+    while (view := _only(wait)) and view.target is aten.view.default:
+        views.append(view)
+        wait = view
     total, residual = wait, None
-    if len(wait.users) == 1 and (node := next(iter(wait.users))).target is aten.add.Tensor:
+    if (node := _only(wait)) and node.target is aten.add.Tensor:
         others = [n for n in node.args if isinstance(n, fx.Node) and n is not wait]
         if len(others) == 1 and not node.kwargs and _alike(others[0], wait):
             total, residual = node, others[0]
@@ -76,7 +85,7 @@ def _normed(wait: fx.Node) -> _Normed | None:
     for i, match in matches(forms, [total], value(total).dtype):
         eps = match.number
         if _fits(total, match) and eps is not None and 0 <= eps < inf:
-            return _Normed(total, residual, Norm(kinds[i], float(eps)), match)
+            return _Normed(views, total, residual, Norm(kinds[i], float(eps)), match)
     return None
 
 
@@ -115,6 +124,11 @@ def _fits(total: fx.Node, match: Match) -> bool:
         and all(value(node).dtype == torch.float32 for node in match.reduced)
         and all(inside.issuperset(node.users) for node in match.inside - widened)
     )
+
+
+def _only(node: fx.Node) -> fx.Node | None:
+    """What reads a node, where nothing else does."""
+    return next(iter(node.users)) if len(node.users) == 1 else None
 
 
 def _alike(one: fx.Node, other: fx.Node) -> bool:

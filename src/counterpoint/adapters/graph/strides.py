@@ -36,21 +36,26 @@ def restore(to: Rewriter) -> None:
     traced: Values = {node: _val(node) for node in to.graph.nodes}
     traced |= {new: _val(old) for old, new in to.done.items() if new in traced}
     moved: Values = {}
-    while (reader := _mind(to.graph, traced, moved)) is not None:
+    # a copy lies as it should, even where sizes are not known to be equal: none is copied again
+    copied = set[fx.Node]()
+    while (reader := _mind(to.graph, traced, moved, copied)) is not None:
         for given in [n for n in reader.all_input_nodes if n in moved]:
-            _copy(to.graph, reader, given, traced)
+            copied.add(_copy(to.graph, reader, given, traced))
     for node, now in moved.items():
         node.meta["val"] = now
 
 
-def _mind(graph: fx.Graph, traced: Values, moved: Values) -> fx.Node | None:
+def _mind(graph: fx.Graph, traced: Values, moved: Values, copied: set[fx.Node]) -> fx.Node | None:
     """The first node that needs its inputs as they were; what lies otherwise before it is `moved`.
 
     Args:
         traced: what each node was traced as; of a new node what it is.
+        copied: what lies as it was.
     """
     moved.clear()
     for node in graph.nodes:
+        if node in copied:
+            continue
         now = _val(node)
         if any(given in moved for given in node.all_input_nodes):
             now = _now(node, moved)
@@ -92,7 +97,7 @@ def _takes_any(target: Any) -> bool:
     )
 
 
-def _copy(graph: fx.Graph, reader: fx.Node, given: fx.Node, traced: Values) -> None:
+def _copy(graph: fx.Graph, reader: fx.Node, given: fx.Node, traced: Values) -> fx.Node:
     """Put a copy before one reader; or, where a part of it is read, behind what it is a part of."""
     part = given
     while _order(traced[part]) is None and part.all_input_nodes[0] in traced:
@@ -109,6 +114,7 @@ def _copy(graph: fx.Graph, reader: fx.Node, given: fx.Node, traced: Values) -> N
     else:
         part.replace_all_uses_with(back, delete_user_cb=lambda user: user is not turned)
     traced[back] = was
+    return back
 
 
 def _order(tensor: Tensor) -> Sequence[int] | None:
