@@ -11,8 +11,8 @@ from benchmarks.tables import MARK, measured
 
 HEAD = ("program or layer", "torch's best", "counterpoint", "speedup (least)")
 NOTE = (
-    "Programs are unmodified, with fewer layers. In parentheses: the least of all sizes of that "
-    "kind. Layers are cut for the GPUs here. Training is eager, the rest CUDA graphs."
+    "Programs are unmodified, with fewer layers. In parentheses: the least of all "
+    "sizes. Layers are cut for the GPUs here. Training is eager, the rest CUDA graphs."
 )
 NAMED = {served.PLAIN: "torch.compile", served.ONE_SHOT: "torch.compile, one-shot all-reduce",
         overlap.PEER: "its fused operator", "torch one_shot": "one-shot all-reduce",

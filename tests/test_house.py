@@ -19,13 +19,13 @@ ROOT = Path(__file__).parent.parent
 HOUSE = ROOT / "src" / "counterpoint"
 # lines of code of each folder, as they are: a change that needs more says why, and edits this table
 CODE = {
-    ".": 1699, "adapters": 2586, "advice": 1549, "attention": 878, "choose": 630, "cli": 2463,
+    ".": 1699, "adapters": 2747, "advice": 1547, "attention": 878, "choose": 630, "cli": 2464,
     "embedding": 2333, "experts": 5525, "fsdp": 2008, "gpu": 1005, "group": 2875,
     "kernels": 629, "measure": 2098, "model": 666, "nn": 1000, "norms": 931, "ops": 1640,
-    "plan": 2069, "resources": 1429, "run": 2060, "scale": 3444, "schedules": 1003,
+    "plan": 2069, "resources": 1429, "run": 2060, "scale": 3449, "schedules": 1003,
     "tensor_parallel": 2009, "testing": 350,
 }  # fmt: skip
-CODE_OF_BENCHMARKS = 13364
+CODE_OF_BENCHMARKS = 13389
 SLACK = 30  # lines by which a folder may be smaller than its ceiling before that is lowered
 MOST_FILES, MOST_LINES = 20, 400  # of a folder, and of a file
 # longer files: as they are, until they fall
