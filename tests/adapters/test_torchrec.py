@@ -81,6 +81,8 @@ def model_of(kind: Kind, rank: int, ranks: int) -> Any:
     """The same model on all ranks, sharded."""
     package, ways = torchrec(), import_module("torchrec.distributed.sharding_plan")
     distributed = import_module("torchrec.distributed")
+    # asked of all ranks once a process, and processes here have seen other groups
+    import_module("torchrec.distributed.collective_utils")._INITIALIZED = False
     types = import_module("torchrec.distributed.types")
     tables = [
         package.EmbeddingBagConfig(
