@@ -33,6 +33,7 @@ class Kind(NamedTuple):
     pooling: str = "SUM"
     dtype: str = "FP32"
     output: str = "FP32"
+    kernel: str = "fused"
     features: tuple[tuple[int, ...], ...] = tuple((i,) for i in range(len(SIZES)))
     fused: tuple[tuple[str, Any], ...] = ()
 
@@ -98,15 +99,15 @@ def model_of(kind: Kind, rank: int, ranks: int) -> Any:
     )
     model = Model(bags, sum(d * len(f) for (_, d), f in zip(SIZES, kind.features, strict=True)))
     way: dict[str, Callable[[int], Any]] = {
-        "table_wise": lambda i: ways.table_wise(rank=(i + 1) % ranks, compute_kernel="fused"),
+        "table_wise": lambda i: ways.table_wise(rank=(i + 1) % ranks, compute_kernel=kind.kernel),
         "column_wise": lambda i: ways.column_wise(
-            ranks=[(i + j) % ranks for j in range(SIZES[i][1] // 8)], compute_kernel="fused"
+            ranks=[(i + j) % ranks for j in range(SIZES[i][1] // 8)], compute_kernel=kind.kernel
         ),
-        "row_wise": lambda i: ways.row_wise(compute_kernel="fused"),
+        "row_wise": lambda i: ways.row_wise(compute_kernel=kind.kernel),
         "data_parallel": lambda _: ways.data_parallel(),
-        "one rank": lambda _: ways.table_wise(rank=ranks - 1, compute_kernel="fused"),
-        "mixed": lambda i: ways.row_wise(compute_kernel="fused") if i % 2 else ways.table_wise(
-            rank=0, compute_kernel="fused"
+        "one rank": lambda _: ways.table_wise(rank=ranks - 1, compute_kernel=kind.kernel),
+        "mixed": lambda i: ways.row_wise(compute_kernel=kind.kernel) if i % 2 else ways.table_wise(
+            rank=0, compute_kernel=kind.kernel
         ),
     }  # fmt: skip
     sharder = sharder_of(kind)
@@ -189,7 +190,7 @@ def trained(rank: int, ranks: int, kind: Kind, *, halved: int = 3) -> str:
 
 @pytest.mark.parametrize("kind", [
     Kind(), Kind("column_wise", SGD), Kind("table_wise", SGD, weighted=True),
-    Kind("column_wise", weighted=True), Kind(pooling="MEAN"), Kind("one rank"),
+    Kind("column_wise", weighted=True), Kind(pooling="MEAN"), Kind("one rank", weighted=True),
     Kind(dtype="FP16", output="FP16", fused=(("stochastic_rounding", False),)),
 ], ids=str)  # fmt: skip
 @on_ranks(2, 3)
@@ -206,6 +207,8 @@ LEFT = [
     (Kind(dtype="FP16"), "its tables are FP16, its bags FP32"),
     (Kind(dtype="FP16", output="FP16"), "updates of its FP16 tables are rounded at random"),
     (Kind(fused=(("max_norm", 0.5),)), "it has max_norm"),
+    (Kind(kernel="fused_uvm_caching"), "its kernel is fused_uvm_caching"),
+    (Kind(weighted=True, pooling="MEAN"), "its means are weighted"),
 ]
 
 
@@ -222,6 +225,36 @@ def test_some_tables_are_taken_and_some_left(rank: int, ranks: int):
     first, second = sorted(trained(rank, ranks, Kind("mixed")).splitlines())
     assert "row_wise, t1, t3: TorchRec, since" in first + second
     assert "table_wise, t0, t2, t4: counterpoint" in first + second
+
+
+@pytest.mark.parametrize("optimizer", [ADAGRAD, SGD])
+@on_ranks(2)
+def test_each_forward_is_an_update_of_its_own(rank: int, ranks: int, optimizer: str):
+    with quiet():
+        kind = Kind(optimizer=optimizer)
+        theirs, ours = (model_of(kind, rank, ranks) for _ in range(2))
+        ours.load_state_dict(theirs.state_dict())
+        overlap(ours)
+        for together in (True, False):
+            for model in (theirs, ours):
+                draw = torch.Generator().manual_seed(rank)
+                first, second = (model(features_of(kind, draw))[0] for _ in range(2))
+                for loss in (first + second,) if together else (first, second):
+                    loss.backward()
+            for got, want in zip(*(tensors_of(m.state_dict()) for m in (ours, theirs)),
+                                 strict=True):  # fmt: skip
+                torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+@on_ranks(2)
+def test_weights_of_indices_count_where_they_are_given(rank: int, ranks: int):
+    """As FBGEMM takes them, whatever the bags were made for."""
+    with quiet():
+        theirs, ours = (model_of(Kind(), rank, ranks) for _ in range(2))
+        ours.load_state_dict(theirs.state_dict())
+        overlap(ours)
+        given = features_of(Kind(weighted=True), torch.Generator().manual_seed(rank))
+        torch.testing.assert_close(step(ours, given), step(theirs, given))
 
 
 @on_ranks(2)

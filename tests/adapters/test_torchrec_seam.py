@@ -87,11 +87,16 @@ class Bags(nn.Module):
 
     @staticmethod
     def grouped(own: range, fused: dict[str, Any]) -> Any:
-        tables = [SimpleNamespace(name=f"t{t}", num_features=lambda: 1) for t in own]
+        tables = [
+            SimpleNamespace(
+                name=f"t{t}", num_features=lambda: 1, stash_weights=False, fused_params=fused,
+                compute_kernel=SimpleNamespace(value="fused"),
+            )
+            for t in own
+        ]  # fmt: skip
         return SimpleNamespace(
             embedding_tables=tables, data_type=Type.FP32, is_weighted=False,
-            pooling=Type.SUM, compute_kernel=SimpleNamespace(value="fused"),
-            fused_params=fused, has_feature_processor=False, enable_embedding_update=False,
+            pooling=Type.SUM, has_feature_processor=False, enable_embedding_update=False,
             embedding_dims=lambda: [SIZES[t][1] for t in own],
         )  # fmt: skip
 
@@ -108,6 +113,9 @@ class Features:
 
     def variable_stride_per_key(self) -> bool:
         return False
+
+    def weights_or_none(self) -> None:
+        return None
 
     def split(self, _: list[int]) -> list["Features"]:
         return [self]
@@ -127,6 +135,9 @@ def stand_ins() -> Iterator[Any]:
         "torchrec.distributed.embedding_lookup": {"GroupedPooledEmbeddingsLookup": Lookup},
         "torchrec.distributed.sharding.tw_sharding": {"TwPooledEmbeddingDist": Exchange},
         "torchrec.distributed.types": {"NoWait": lambda pooled: pooled},
+        "torchrec.distributed.memory_stashing": {
+            "MemoryStashingManager": SimpleNamespace(is_enabled=lambda: False)
+        },
         "torchrec.distributed": {"comm_ops": SimpleNamespace(get_gradient_division=lambda: True)},
         "fbgemm_gpu.split_embedding_configs": {"EmbOptimType": Type},
         "fbgemm_gpu.split_table_batched_embeddings_ops_training": {

@@ -20,6 +20,7 @@ from counterpoint.adapters.seams import taken
 from counterpoint.embedding.embedding_bag_all_to_all import OP, called
 from counterpoint.embedding.updates import Steps, Update
 from counterpoint.errors import InputError
+from counterpoint.ops.agreement import left
 from counterpoint.ops.check import check_plan
 
 __all__ = ["Overlapped", "overlap"]
@@ -30,6 +31,7 @@ Exchange: Any
 NoWait: Any
 Optimizer: Any
 Tables: Any
+Stashing: Any
 comm_ops: Any
 (Bags,) = taken("torchrec", TESTED, "torchrec.distributed.embeddingbag",
                 "ShardedEmbeddingBagCollection")  # fmt: skip
@@ -38,11 +40,14 @@ comm_ops: Any
 (Exchange,) = taken("torchrec", TESTED, "torchrec.distributed.sharding.tw_sharding",
                     "TwPooledEmbeddingDist")  # fmt: skip
 (NoWait,) = taken("torchrec", TESTED, "torchrec.distributed.types", "NoWait")
+(Stashing,) = taken("torchrec", TESTED, "torchrec.distributed.memory_stashing",
+                    "MemoryStashingManager")  # fmt: skip
 (comm_ops,) = taken("torchrec", TESTED, "torchrec.distributed", "comm_ops")
 (Optimizer,) = taken("fbgemm-gpu", "1.8.0", "fbgemm_gpu.split_embedding_configs",
                      "EmbOptimType")  # fmt: skip
 (Tables,) = taken("fbgemm-gpu", "1.8.0", "fbgemm_gpu.split_table_batched_embeddings_ops_training",
                   "SplitTableBatchedEmbeddingBagsCodegen")  # fmt: skip
+MOST_FORWARDS = 16  # whose backwards may be to come: what of them is joined
 EXCHANGED = ("table_wise", "column_wise")  # by an all-to-all of pooled rows
 KINDS = {"EXACT_SGD": "sgd", "EXACT_ROWWISE_ADAGRAD": "rowwise_adagrad"}
 DTYPES = {"FP32": torch.float32, "FP16": torch.float16, "BF16": torch.bfloat16}
@@ -124,7 +129,7 @@ def overlap(model: nn.Module, *, plan: str = "auto") -> Overlapped:
             if why := _why_not(module, kind, sharding, lookup, exchange):
                 done.left.append((name, kind, tables, why))
                 continue
-            done.fused.append(_Fused(sharding, lookup, exchange, plan))
+            done.fused.append(_Fused(module, sharding, lookup, exchange, plan))
             done.taken.append((name, kind, tables))
     return done
 
@@ -138,24 +143,41 @@ def _why_not(module: Any, kind: str, sharding: Any, lookup: Any, exchange: Any) 
     """Why TorchRec keeps one sharding of a module, by facts that all ranks share; "" if none."""
     if kind not in EXCHANGED:
         return f"{kind.replace('_', '-')} bags are not exchanged by an all-to-all"
-    if type(exchange) is not Exchange or type(lookup) is not Lookup:
-        return f"its exchange is a {type(exchange).__name__}"
+    for each, known in (exchange, Exchange), (lookup, Lookup):
+        if type(each) is not known:
+            return f"it has a {type(each).__name__}"
     if exchange._codecs is not None:
         return "its exchange is quantized"
     if exchange._pg.size() < 2:
         return "its ranks are one"
     if getattr(sharding, "_is_2D_parallel", False):
         return "its tables have replicas"
-    if getattr(module, "post_lookup_tracker_fn", None) is not None:
+    if _tracked(module, lookup):
         return "something tracks its lookups"
+    if Stashing.is_enabled():
+        return "memory is stashed"
     groups = [*chain.from_iterable(sharding._grouped_embedding_configs_per_rank)]
     return next(filter(None, map(_why_not_group, groups)), "") or _differ(groups)
 
 
+def _tracked(module: Any, lookup: Any) -> bool:
+    """Whether something is told of each lookup, or of its optimizer's state."""
+    told = (getattr(module, "post_lookup_tracker_fn", None),
+            getattr(lookup, "optim_state_tracker_fn", None))  # fmt: skip
+    return any(each is not None for each in told)
+
+
+def _given(group: Any) -> dict[str, Any]:
+    """What FBGEMM is told of a group: of its tables, since a group's owner writes into its own."""
+    return group.embedding_tables[0].fused_params or {}
+
+
 def _why_not_group(group: Any) -> str:
     """Why TorchRec keeps tables that FBGEMM has in one group."""
-    kernel, dtype = group.compute_kernel.value, group.data_type.name
-    given = group.fused_params or {}
+    # of tables: a group's is "fused" also where tables are in memory of the host
+    kernels = [table.compute_kernel.value for table in group.embedding_tables]
+    kernel = next((each for each in kernels if each != "fused"), "fused")
+    dtype, given = group.data_type.name, _given(group)
     optimizer = given.get("optimizer", Optimizer.EXACT_SGD)
     precision = getattr(given.get("output_dtype"), "name", "FP32")
     if kernel != "fused":
@@ -174,6 +196,10 @@ def _why_not_group(group: Any) -> str:
         return "its tables are written by others"
     if group.has_feature_processor:
         return "it has a feature processor"
+    if group.is_weighted and group.pooling.value != "SUM":
+        return "its means are weighted"
+    if any(table.stash_weights for table in group.embedding_tables):
+        return "its weights are stashed"
     if shared := [table.name for table in group.embedding_tables if table.num_features() != 1]:
         return f"{shared[0]} has {_features(group, shared[0])} features"
     return ""
@@ -187,7 +213,7 @@ def _differ(groups: Sequence[Any]) -> str:
     """In what tables differ that one call has alike; "" if in nothing."""
 
     def optimizer(group: Any) -> tuple[Any, ...]:
-        given = group.fused_params or {}
+        given = _given(group)
         return given.get("optimizer", Optimizer.EXACT_SGD), given.get("eps")
 
     facts = {
@@ -195,6 +221,7 @@ def _differ(groups: Sequence[Any]) -> str:
         "ways to pool": {group.pooling for group in groups},
         "weights of indices": {group.is_weighted for group in groups},
         "optimizers": set(map(optimizer, groups)),
+        "learning rates": {_given(group).get("learning_rate") for group in groups},
     }
     return next((f"its tables have several {what}" for what, seen in facts.items()
                  if len(seen) > 1), "")  # fmt: skip
@@ -203,24 +230,29 @@ def _differ(groups: Sequence[Any]) -> str:
 class _Fused:
     """One sharding of one module: its lookups hand on their features, its exchange does both.
 
+    Each forward's backward is an update of its own, by the learning rate of the forward, as FBGEMM
+    has it.
+
     Args:
-        sharding: TorchRec's, of some tables of a module.
+        module: TorchRec's, of bags.
+        sharding: of some of its tables.
         lookup, exchange: modules whose forwards are replaced; `end` brings them back.
         plan: of the call.
     """
 
-    def __init__(self, sharding: Any, lookup: Any, exchange: Any, plan: str) -> None:
+    def __init__(
+        self, module: Any, sharding: Any, lookup: Any, exchange: Any, plan: str
+    ) -> None:  # fmt: skip
         per_rank = sharding._grouped_embedding_configs_per_rank
         first = next(chain.from_iterable(per_rank))
-        given = first.fused_params or {}
-        self.lookup, self.exchange, self.plan = lookup, exchange, plan
+        self.module, self.lookup, self.exchange, self.plan = module, lookup, exchange, plan
         self.dims = tuple(tuple(chain.from_iterable(g.embedding_dims() for g in groups))
                           for groups in per_rank)  # fmt: skip
-        self.mode, self.weighted = first.pooling.value.lower(), first.is_weighted
+        self.mode = first.pooling.value.lower()
         self.dtype = DTYPES[first.data_type.name]
-        self.kind = KINDS[given.get("optimizer", Optimizer.EXACT_SGD).name]
+        self.kind = KINDS[_given(first).get("optimizer", Optimizer.EXACT_SGD).name]
         self.modules = [each.emb_module for each in lookup._emb_modules]
-        self.steps, self.rates = Steps(), torch.empty(0)
+        self.steps, self.rates = list[Steps](), torch.empty(0)
         self.rate, self.places = (0.0, 0.0, 0.0), tuple[int, ...]()
         self.tables, self.sums = list[Tensor](), list[Tensor]()
         self.theirs = lookup.forward, exchange.forward
@@ -229,13 +261,17 @@ class _Fused:
 
     def end(self) -> None:
         """Give both modules their own forwards again."""
-        self.steps.join()
+        self._join()
         for module in (self.lookup, self.exchange):
             del module.forward, module.counterpoint
 
     def features_of(self, features: Any) -> Any:
         """In place of looking up: the exchange pools them, too."""
-        if features.variable_stride_per_key() or torch.compiler.is_compiling():
+        weighted = features.weights_or_none() is not None
+        if (
+            features.variable_stride_per_key() or torch.compiler.is_compiling()
+            or (weighted and self.mode != "sum") or _tracked(self.module, self.lookup)
+        ):  # fmt: skip
             return self.theirs[0](features)
         return features
 
@@ -249,8 +285,13 @@ class _Fused:
             batch = [features.stride() // group.size()] * group.size()
         self.check_bounds(features)
         values = features.values().long()
-        tables, update = self.of_tables(values.device)
-        weights = features.weights().float() if self.weighted else None
+        try:
+            tables, update = self.of_tables(values.device)
+        except InputError as error:
+            left(OP, error, group, values)
+            raise
+        weights = features.weights_or_none()
+        weights = weights.float() if weights is not None else None
         given = (tables, values, features.offsets().long(), weights, self.mode, True, batch,
                  self.dims, self.dtype, None, self.plan)  # fmt: skip
         found = called(given, False, group, update)
@@ -268,8 +309,13 @@ class _Fused:
         """What TorchRec does with what has arrived: columns of one table are put side by side."""
         return self.exchange._callbacks or ()
 
+    @torch.inference_mode(False)
     def of_tables(self, device: torch.device) -> tuple[list[Tensor], Update]:
-        """Own tables where FBGEMM has them now, and how their optimizer updates them."""
+        """Own tables where FBGEMM has them now, and how their optimizer updates them.
+
+        Raises:
+            InputError: FBGEMM's learning rates differ.
+        """
         places = (*self._places(),)
         if places != self.places or self.rates.device != device:
             self.places = places
@@ -281,14 +327,21 @@ class _Fused:
         ranks = self.exchange._pg.size() if comm_ops.get_gradient_division() else 1
         rates = {(m.get_learning_rate(), m.optimizer_args.eps) for m in self.modules}
         if len(rates) > 1:
-            raise InputError("overlap", "learning rate", want="equal in tables of one sharding",
+            raise InputError(OP, "learning rate", want="equal in tables of one sharding",
                              got=", ".join(f"{lr:g}" for lr, _ in sorted(rates)))  # fmt: skip
         rate = (*rates.pop(), 1 / ranks) if rates else self.rate
-        if rate != self.rate:
-            self.rate = rate
-            self.rates.copy_(torch.tensor(rate))
-        self.steps.join()
-        return self.tables, Update(self.kind, self.rates, self.sums, self.steps)
+        if rate != self.rate:  # forwards whose backward has not come keep theirs
+            self.rate, self.rates = rate, torch.tensor(rate, device=device, dtype=torch.float32)
+        steps = Steps()
+        if self.steps:
+            steps.tables = self.steps[-1].tables
+        self._join()
+        self.steps = [*[s for s in self.steps if s.uses][-MOST_FORWARDS:], steps]
+        return self.tables, Update(self.kind, self.rates, self.sums, steps)
+
+    def _join(self) -> None:
+        for steps in self.steps:
+            steps.join()
 
     def _places(self) -> Iterator[int]:
         for module in self.modules:

@@ -81,8 +81,8 @@ def advise(
     **Example:** `counterpoint advise --model llama3-8b --gpus 8 --tp 8 --tokens 4096`
 
     ```text
-    Largest loss: communication that nothing hides, 38.4 of 96.7 ms (40%).
-    1. tensor-parallel collectives together with their matmuls: at most 33.0 ms, 1.52x
+    Largest loss: communication that nothing hides, 38.4 of 98.8 ms (39%).
+    1. tensor-parallel collectives together with their matmuls: at most 33.0 ms, 1.50x
     ```
 
     **Example:** `counterpoint advise --model llama3-70b --gpus 4 --serve --sequences 8`

@@ -133,37 +133,31 @@ def scale(
     **Example:** `counterpoint scale llama3-405b --gpus 16384 --tp 8 --pp 16 --pods 3072:7`
 
     ```text
-    seconds               9.894     8.459     8.046
+    seconds              10.569     9.127     8.713
     tensor parallel       0.989     0.221     0.000
     ```
 
     **Example:** `counterpoint scale dlrm-paper --gpus 128 --machine h100-1 --map map.svg`
 
-    **Example:** `counterpoint scale llama3-70b --tp 4 --serve --sequences 8`
-
-    **Example:** `counterpoint scale llama3-70b --gpus 64 --tp 8 --what-if`
-
-    **Example:** `counterpoint scale --check`
+    **Examples:** `counterpoint scale llama3-70b --tp 4 --serve --sequences 8`,
+    `counterpoint scale llama3-70b --gpus 64 --tp 8 --what-if`, `counterpoint scale --check`
     """
     files = {"--picture": picture, "--map": map_to, "--chakra": chakra}
-    other = {"--what-if": "given" if what_if else ""}
     _writable(files)
     console = Console(highlight=False)
     bar = progress(console, shown=console.is_terminal and not as_json)
     if check:
-        _left_out("--check", {"MODEL": model, **files, **other})
-        _show_check(bar, as_json)
-        return
+        _left_out("--check", {"MODEL": model, **files, "--what-if": what_if and "given"})
+        return _show_check(bar, as_json)
     if serve:
-        _left_out("--serve", files | other | {"--gpus": gpus, "--pp": pp - 1, "--ep": ep - 1})
-        where = machine_at("scale", machine)
-        show_serving(model, where, tp=tp, sequences=sequences, length=sequence, as_json=as_json)
-        return
+        others = {"--what-if": what_if and "given", "--gpus": gpus, "--pp": pp - 1, "--ep": ep - 1}
+        _left_out("--serve", files | others)
+        return show_serving(model, machine_at("scale", machine), tp=tp, sequences=sequences,
+                            length=sequence, as_json=as_json)  # fmt: skip
     if what_if:
         _left_out("--what-if", files | {"--overlap": overlap if overlap != MODES else ""})
     known = _known(model, gpus, mapped=map_to is not None)
-    modes = _modes(overlap)
-    where = machine_at("scale", machine)
+    modes, where = _modes(overlap), machine_at("scale", machine)
     layout = Layout.on(
         gpus, tp=tp, pp=pp, ep=ep, cp=cp, virtual_stages=virtual_stages, schedule=schedule,
         micro_batch=micro_batch or _batch(known, gpus), num_micro_batches=num_micro_batches,
@@ -171,19 +165,22 @@ def scale(
     )  # fmt: skip
     fabric = _fabric(nic, pods, torus, rails, congestion)
     if what_if:
-        show_what_if(known, layout, fabric, where, as_json=as_json)
-        return
+        return show_what_if(known, layout, fabric, where, as_json=as_json)
     with bar:
-        task = bar.add_task("predictions", total=len(modes))
-        tracked = bar.track(modes, task_id=task)
+        tracked = bar.track(modes, task_id=bar.add_task("predictions", total=len(modes)))
         found = [predict(known, layout, fabric, where, overlap=mode) for mode in tracked]
         _write(found, picture, chakra, bar)
-        if map_to and isinstance(known, Dlrm):
-            draw_map(map_of(DlrmStep(known, layout, Network(where, fabric), "ours")), map_to)
+        _draw_map(known, layout, Network(where, fabric), map_to)
     if as_json:
-        print(json.dumps([facts(each) for each in found], indent=2))
-        return
-    _show(found, console, {"picture": picture, "map": map_to})
+        return print(json.dumps([facts(each) for each in found], indent=2))
+    return _show(found, console, {"picture": picture, "map": map_to})
+
+
+def _draw_map(
+    known: Model | Dlrm, layout: Layout, network: Network, path: Path | None
+) -> None:  # fmt: skip
+    if path and isinstance(known, Dlrm):
+        draw_map(map_of(DlrmStep(known, layout, network, "ours")), path)
 
 
 def _fabric(nic: str, pods: str, torus: str, rails: bool, congestion: Congestion) -> Fabric:
