@@ -4,7 +4,16 @@ from collections.abc import Callable, Sequence
 from statistics import geometric_mean
 from typing import NamedTuple
 
-from benchmarks import decode, embedding, experts, fsdp, overlap, served, transformers_experts
+from benchmarks import (
+    decode,
+    embedding,
+    experts,
+    fsdp,
+    overlap,
+    served,
+    tp_training,
+    transformers_experts,
+)
 from benchmarks.rows import Row, Timed, by_cut, gpus_of, held, results, taken
 from benchmarks.sources import is_current
 from benchmarks.tables import MARK, measured
@@ -81,6 +90,14 @@ def programs() -> list[Line]:
     )
     lines.append(_line(name, moe, lambda c: c.head["tokens"] == 4096, [transformers_experts.THEIRS],
                        transformers_experts.OVERLAPPED))  # fmt: skip
+    sharded = taken(results("tp_training").get(2, []), "case")
+    if sharded:
+        name = (
+            f"tensor-parallel training step, Llama-8B ({sharded[0].head['layers']} layers), "
+            "8192 tokens"
+        )
+        lines.append(_line(name, sharded, lambda c: c.head["sequence"] == 8192, tp_training.TORCHS,
+                           tp_training.OURS))  # fmt: skip
     return lines
 
 

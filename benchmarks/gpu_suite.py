@@ -47,7 +47,7 @@ SHORT_S = {
     "norms": 5, "fp8": 10, "attention_replay": 3, "overlap_replay": 2, "epilogue": 3,
     "expert_layer": 4, "invariant": 3, "two_islands": 16, "prefill": 4, "decode_experts": 3,
     "fsdp": 15, "fsdp_models": 10, "expert_calls": 8, "transformers_experts": 0, "advise": 0,
-    "host_calls": 2, "served": 0,
+    "host_calls": 2, "served": 0, "tp_training": 0,
 }  # fmt: skip
 
 

@@ -16,7 +16,7 @@ NAMES = (
     "evaluate", "compile", "soak", "norms", "fp8", "attention_replay", "epilogue", "expert_layer",
     "invariant", "overlap_replay", "two_islands", "prefill", "decode_experts", "fsdp",
     "fsdp_models", "expert_calls", "transformers_experts", "advise",
-    "host_calls", "served",
+    "host_calls", "served", "tp_training",
 )  # fmt: skip
 # with --paper: a paper's own experiments, at its sizes
 PAPER = {name: f"paper_{name}"

@@ -22,7 +22,8 @@ def bench(context: typer.Context) -> None:
     their names say: overlap few_rows decode experts embedding embedding_gradient attention steps
     training resources copies transports losses ficco evaluate compile soak norms fp8
     attention_replay epilogue expert_layer invariant overlap_replay two_islands prefill
-    decode_experts fsdp fsdp_models expert_calls transformers_experts advise host_calls served.
+    decode_experts fsdp fsdp_models expert_calls transformers_experts advise host_calls served
+    tp_training.
     `-h` lists all options.
 
     **Example:** `counterpoint bench overlap --list`
