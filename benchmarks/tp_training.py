@@ -267,8 +267,9 @@ def rows(case: Case, bench: Bench, dtype: torch.dtype = torch.bfloat16) -> list[
         if (worst := max(bench.most(off))) > LOSS_OFF:
             raise AssertionError(f"losses are wrong: {losses}")
         about[name] = facts | {
-            "peak_bytes": peak, "symmetric_bytes": symmetric_bytes(name, bench), "losses": losses[name],
-            "loss_off": worst, "error": errors[name][1], "worst_error": max(errors[name]),
+            "peak_bytes": peak, "symmetric_bytes": symmetric_bytes(name, bench),
+            "losses": losses[name], "loss_off": worst,
+            "error": errors[name][1], "worst_error": max(errors[name]),
         }  # fmt: skip
     slowest = rotated(lab, bench)
     del lab
