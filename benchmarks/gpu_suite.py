@@ -4,6 +4,7 @@ Rows as JSONL; installs nothing.
 
     SUITE=short          GPU tests with cases drawn of large grids, and each table in short form
     SUITE=NAME           one table in full, by its name in `counterpoint bench`; rows are added
+    SUITE=models         the tables of whole models in full: the programs of the README
     SUITE=tests          the tests alone, all cases; on one GPU two ranks share it: all but times
     SUITE=characterize   the constants of this machine, and rows of them
     SUITE=sanitize       every kernel under compute-sanitizer's memcheck and racecheck, on 2 GPUs
@@ -26,6 +27,8 @@ from typing import IO, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 TESTS, CHARACTERIZE, SANITIZE = "tests", "characterize", "sanitize"
+MODELS = "models"
+WHOLE = ("served", "fsdp", "transformers_experts", "tp_training")  # tables of whole models
 # of the tests, LANES files at a time where they may share the GPUs; of one file; of what is in full
 TESTS_S, TEST_S, CHARACTERIZE_S, LONG_S = 285, 280, 40, 560
 SANITIZE_S = 480
@@ -139,6 +142,14 @@ def run_separate(parts: Mapping[str, Part], out: Path, total_s: float) -> list[s
     return [name for name in failed if name]
 
 
+def tables_of(suite: str) -> dict[str, int]:
+    """Tables of a suite, each with its seconds."""
+    if suite == "short":
+        return SHORT_S
+    names = WHOLE if suite == MODELS else [suite] if suite in SHORT_S else []
+    return dict.fromkeys(names, LONG_S)
+
+
 def run_tables(
     limits_s: Mapping[str, int], more: Sequence[str], out: Path, cache: Path,
     module: str = "benchmarks.runner",
@@ -205,7 +216,9 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--suite", choices=("short", TESTS, CHARACTERIZE, SANITIZE, *SHORT_S), default="short"
+        "--suite",
+        choices=("short", TESTS, CHARACTERIZE, SANITIZE, MODELS, *SHORT_S),
+        default="short",
     )
     parser.add_argument("--out", type=Path, default=ROOT / "out" / "gpu")
     parser.add_argument("--gpus", type=int, default=0, help="how many; 0: all that are there")
@@ -226,8 +239,7 @@ def main() -> int:
     total_s = TESTS_S + CHARACTERIZE_S if suite == "short" else LONG_S
     failed = run_separate(separate(suite, out, gpus), out, total_s)
     more = ["--ranks", str(gpus), *(["--short"] if suite == "short" else [])]
-    tables = SHORT_S if suite == "short" else {suite: LONG_S} if suite in SHORT_S else {}
-    failed += run_tables(tables, more, out, out / "cache")
+    failed += run_tables(tables_of(suite), more, out, out / "cache")
     said = f"failed: {', '.join(failed)}" if failed else "all parts passed"
     print(f"make gpu: {said}, in {time.monotonic() - start_s:.0f} s", flush=True)
     return 1 if failed else 0

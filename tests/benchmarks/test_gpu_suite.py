@@ -40,10 +40,12 @@ def test_the_short_suite_is_all_tests_and_every_table_in_ten_minutes(tmp_path: P
     assert seconds + sum(gpu_suite.SHORT_S.values()) <= 600
 
 
-@pytest.mark.parametrize("suite", [*NAMES, "tests", "characterize", "sanitize"])
+@pytest.mark.parametrize("suite", [*NAMES, "tests", "characterize", "sanitize", "models"])
 def test_a_long_suite_has_its_parts_alone(suite: str, tmp_path: Path):
     found = gpu_suite.separate(suite, tmp_path, 2)
-    assert set(found) == (TESTS if suite == "tests" else {suite} - set(NAMES))
+    assert set(found) == (TESTS if suite == "tests" else {suite} - {*NAMES, "models"})
+    tables = set(gpu_suite.WHOLE) if suite == "models" else {suite} & set(NAMES)
+    assert set(gpu_suite.tables_of(suite)) == tables
     assert all(part.limit_s < 600 for part in found.values())
 
 
