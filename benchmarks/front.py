@@ -20,11 +20,12 @@ from benchmarks.tables import MARK, measured
 
 HEAD = ("program or layer", "torch's best", "counterpoint", "speedup (least)")
 NOTE = (
-    "Programs are unmodified, with fewer layers. In parentheses: the least of all "
-    "sizes. Layers are cut for the GPUs here. Training is eager, the rest CUDA graphs."
+    "*torch's best*: the fastest of its own settings. In parentheses: the least of all sizes. "
+    "Models are unmodified but for fewer layers. Training steps are launched by the host, the rest "
+    "are CUDA graphs, torch's too."
 )
 NAMED = {served.PLAIN: "torch.compile", served.ONE_SHOT: "torch.compile, one-shot all-reduce",
-        overlap.PEER: "its fused operator", "torch one_shot": "one-shot all-reduce",
+        overlap.PEER: "torch's fused operator", "torch one_shot": "one-shot all-reduce",
         "torch two_shot": "two-shot all-reduce", "serial": "NCCL and cuBLAS",
          fsdp.ZERO_CTA: "NCCL's copy-engine gathers"}  # fmt: skip
 OTHER = f"{MARK} Not known to be of today's code."
@@ -105,10 +106,10 @@ def operators() -> list[Line]:
     """Layers, each beside the better of torch's ways."""
     matmuls, few = overlap.shapes_of(rows_of("overlap")), decode.shapes_of(rows_of("decode"))
     gathers = [case for case in matmuls if case.head["op"] == "all_gather_matmul"]
-    name = "all-gather + matmul, Llama-70B QKV, 8192 tokens"
+    name = "all-gather + matmul, Llama-70B's QKV, 8192 tokens"
     lines = [_line(name, gathers, lambda c: c.head["layer"] == "70B qkv",
                    ["serial", overlap.PEER], "auto")]  # fmt: skip
-    name = "matmul + all-reduce, Llama-70B O, 1 token"
+    name = "matmul + all-reduce, Llama-70B's output projection, 1 token"
     lines.append(_line(name, few, lambda c: (c.head["m"], c.head["layer"]) == (1, "Llama-3-70B O"),
                        ["serial", *decode.TORCH], "auto"))  # fmt: skip
     return lines
@@ -151,19 +152,19 @@ def bullets() -> str:
         "Operators, geometric mean (least):",
         "",
         f"- **Tensor parallelism**: {_spread(serial[0])}{_mark(matmuls)} over NCCL and cuBLAS, "
-        f"{_spread(peers[0])} over torch's fused operators: {len(layers)} Llama-70B layers"
+        f"{_spread(peers[0])} over torch's fused operators: {len(layers)} matmuls of Llama-70B"
         f"{held(matmuls)}, {gpus_of(matmuls)}.",
-        f"- **Decoding**: {_spread(serial[1])}{_mark(few)} over both, {_spread(peers[1])} over "
-        f"torch's all-reduces: matmul + all-reduce of 1 to 64 tokens{held(few)}, {gpus_of(few)}.",
-        "- **Experts**: over NCCL and torch's grouped matmul, token counts known to the GPU "
-        f"alone: {_spread(known_late)}{_mark(routed)}, {len(known_late)} sizes, "
-        f"{gpus_of(routed)}.",
+        f"- **Decoding**: {_spread(serial[1])}{_mark(few)} over NCCL and cuBLAS, "
+        f"{_spread(peers[1])} over torch's all-reduces: matmul + all-reduce of 1 to 64 tokens"
+        f"{held(few)}, {gpus_of(few)}.",
+        f"- **Experts**: {_spread(known_late)}{_mark(routed)} over NCCL and torch's grouped "
+        f"matmul, no host waits for token counts: {len(known_late)} sizes, {gpus_of(routed)}.",
         f"- **Embedding tables**: {_spread(pooled)}{_mark(bags[0].case.rows)} over lookups, then "
         f"NCCL, single calls, {len(bags)} sizes, {gpus_of(rows_of('embedding'))}.",
         "",
-        f"Slower: {len(slower)} of these expert sizes, {min(known_late):.2f}x at worst; single "
-        f"eager calls of few tokens, {plain:.2f}x at worst. Where no gain is predicted, "
-        '`plan="auto"` calls NCCL and cuBLAS, except for such experts.',
+        f"Slower: {len(slower)} of the {len(known_late)} expert sizes, {min(known_late):.2f}x at "
+        f"worst; single eager calls of few tokens, {plain:.2f}x at worst. Elsewhere, where no gain "
+        'is predicted, `plan="auto"` calls NCCL and cuBLAS.',
     ])  # fmt: skip
 
 
