@@ -58,6 +58,7 @@ def cases(_: int) -> list[Case]:
         case_of("eager", 4096), case_of("eager", 8192), case_of("eager", 1024),
         case_of("eager", 4096, adamw=True), case_of("compiled", 4096),
         case_of("eager", 4096, memory="ring"),
+        *(case_of("eager", tokens, adamw=True) for tokens in (2048, 8192)),
     ]  # fmt: skip
 
 

@@ -41,7 +41,7 @@ from benchmarks.tables import measured, ms
 
 DLRM, PAPER = "DLRM-DCNv2", "DLRM of the paper"
 SIZES = {DLRM: dlrm.LARGE, PAPER: dlrm.PAPER}
-TOKENS = (256, 1024, 4096)  # of a rank
+TOKENS = (256, 1024, 4096, 2048)  # of a rank
 # ways in the order of columns: those that are not ours, of which the first are torch's layer, ours
 TORCHS = {"DLRM": ("torch",), "experts": ("torch", "torchtitan")}
 UNFUSED = {"DLRM": ("torch", "lookup"),
@@ -58,7 +58,7 @@ def dlrm_case(model: str, samples: int, named: str) -> Case:
 
 def cases(_: int) -> list[Case]:
     """Samples of all ranks; tokens of a rank."""
-    sizes = ((DLRM, 16384), (DLRM, 65536), (PAPER, dlrm.PAPER.batch))
+    sizes = ((DLRM, 16384), (DLRM, 65536), (DLRM, 32768), (PAPER, dlrm.PAPER.batch))
     found = [dlrm_case(*size, named) for size in sizes for named in ("uniform", "zipf")]
     return found + [
         Case(f"{model.name}, {tokens} tokens a rank",

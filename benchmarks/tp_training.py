@@ -57,7 +57,7 @@ from counterpoint.run.replay import SEEN_BEFORE
 ARMS = (PLAIN, SCHEDULED, ASYNC, OURS)
 TORCHS = (PLAIN, SCHEDULED, ASYNC)
 LAYERS = 8
-VOCABULARY = {"toy": 64, "8B": 128256}  # of Llama 3
+VOCABULARY = {"toy": 64, "8B": 128256, "70B": 128256}  # of Llama 3
 ROUNDS = 9
 WARM = SEEN_BEFORE + 3  # steps of each arm before the first round
 RATE = 1e-4
@@ -74,7 +74,10 @@ def case_of(width: str, sequence: int, layers: int = LAYERS) -> Case:
 
 def cases(_: int) -> list[Case]:
     """Those that we publish."""
-    return [case_of("8B", sequence) for sequence in (8192, 4096)]
+    return [
+        *(case_of("8B", sequence) for sequence in (8192, 4096, 2048, 16384)),
+        *(case_of("70B", sequence, layers=2) for sequence in (8192, 2048)),
+    ]
 
 
 class Llama(nn.Module):
