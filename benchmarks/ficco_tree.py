@@ -44,33 +44,43 @@ def ratio(m: Measured, plan: str) -> float:
     return m.times[f"{plan} ring"] / min(m.times[f"{each} ring"] for each in THEIRS)
 
 
+class Picks(NamedTuple):
+    """A scenario, and the plans that are right for it."""
+
+    problem: Problem
+    right: frozenset[str]
+
+
 def grown(measured: Sequence[Measured], depth: int) -> Split | str:
     """The tree of these scenarios, of so many comparisons one after another."""
-    splits = list(_splits(measured)) if depth else []
+    return _grown([Picks(m.problem, frozenset(p for p in THEIRS if ratio(m, p) <= RIGHT))
+                   for m in measured], depth)  # fmt: skip
+
+
+def _grown(some: Sequence[Picks], depth: int) -> Split | str:
+    splits = list(_splits(some)) if depth else []
     if not splits:
-        return max(THEIRS, key=lambda plan: _right(measured, plan))
+        return max(THEIRS, key=lambda plan: _right(some, plan))
     size, at, below, above = max(splits, key=lambda s: _most_right(s[2]) + _most_right(s[3]))
-    return Split(size, at, grown(below, depth - 1), grown(above, depth - 1))
+    return Split(size, at, _grown(below, depth - 1), _grown(above, depth - 1))
 
 
-def _splits(
-    measured: Sequence[Measured],
-) -> Iterator[tuple[str, float, list[Measured], list[Measured]]]:
+def _splits(some: Sequence[Picks]) -> Iterator[tuple[str, float, list[Picks], list[Picks]]]:
     for name, of in SIZES.items():
-        for low, high in pairwise(sorted({of(m.problem) for m in measured})):
+        for low, high in pairwise(sorted({of(each.problem) for each in some})):
             at = sqrt(low * high)
-            below = [m for m in measured if of(m.problem) < at]
-            above = [m for m in measured if of(m.problem) >= at]
+            below = [each for each in some if of(each.problem) < at]
+            above = [each for each in some if of(each.problem) >= at]
             if min(len(below), len(above)) >= LEAST:
                 yield name, at, below, above
 
 
-def _right(measured: Sequence[Measured], plan: str) -> int:
-    return sum(ratio(m, plan) <= RIGHT for m in measured)
+def _right(some: Sequence[Picks], plan: str) -> int:
+    return sum(plan in each.right for each in some)
 
 
-def _most_right(measured: Sequence[Measured]) -> int:
-    return max(_right(measured, plan) for plan in THEIRS)
+def _most_right(some: Sequence[Picks]) -> int:
+    return max(_right(some, plan) for plan in THEIRS)
 
 
 def pick(tree: Split | str, problem: Problem) -> str:

@@ -1,7 +1,9 @@
 """Schedules on a mesh: what is replayed, of which scenarios, and what is said of it."""
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import cast
 
@@ -14,8 +16,8 @@ from benchmarks import ficco_scores as scores
 from benchmarks.declare import Bench
 from benchmarks.mesh_scenarios import FITTED, GATHER, HELD_OUT, scenarios
 from benchmarks.replay import COMPUTED, OneRank, lane_of, operands_of, program_of
-from benchmarks.rows import results
-from benchmarks.score import constants, score
+from benchmarks.rows import Row, results
+from benchmarks.score import Measured, constants, score
 from benchmarks.tables import ROOT
 from counterpoint.model.estimate import predicted_s, replayed_s
 from counterpoint.model.work import works
@@ -158,9 +160,30 @@ def test_what_is_held_out_was_scored_once():
         assert f"\n| {name} | {share}% |" in first
 
 
+def _gathers(part: str, rows: Sequence[Row]) -> list[Measured]:
+    return [m for m in scores.scenarios_of(rows, part)[0] if m.problem.op == GATHER]
+
+
 def test_a_tree_of_static_sizes_is_grown_where_one_may_fit():
-    fit, unseen = ([m for m in scores.scenarios_of(ROWS, part)[0] if m.problem.op == GATHER]
-                   for part in ficco.PARTS)  # fmt: skip
+    fit = _gathers(scores.FITTED_TO, ROWS[::3])
+    tree = ficco_tree.grown(fit, 1)
+    assert isinstance(tree, ficco_tree.Split)
+    for m in fit:
+        is_below = ficco_tree.SIZES[tree.size](m.problem) < tree.at
+        assert ficco_tree.pick(tree, m.problem) == (tree.below if is_below else tree.above)
+    scored = [ficco_tree.scored(partial(ficco_tree.pick, ficco_tree.grown(fit, depth)), fit).right
+              for depth in (0, 1, 3)]  # fmt: skip
+    assert scored[0] <= scored[1] <= scored[2] and scored[0] < scored[2]
+    bad = ficco_tree.of_sizes(fit, fit, lambda _: "hetero_unfused_1d")[0]
+    assert "+- " in bad[1]
+
+
+def test_the_trees_that_are_published(thorough: bool):
+    if not thorough:  # all scenarios are replayed
+        page = (ROOT / "docs/results/papers.md").read_text()
+        assert "82% (" in page and "76% (" in page and "73% (" in page
+        return
+    fit, unseen = (_gathers(part, ROWS) for part in ficco.PARTS)
     found = ficco_tree.by_depth(fit, unseen)
     assert [*found] == [1, 2, 3] and (len(fit), len(unseen)) == (42, 51)
     assert [round(seen.right, 2) for _, seen in found.values()] == [0.82, 0.76, 0.73]

@@ -21,7 +21,7 @@ def _timed(rank: int, ranks: int) -> list[dict[str, Any]]:
         # torch's own
         warnings.filterwarnings("ignore", "`torch.jit", DeprecationWarning)
         warnings.filterwarnings("ignore", "The .grad attribute", UserWarning)
-        return tp_training.rows(tp_training.case_of("toy", 16, layers=2), bench, torch.float32)
+        return tp_training.rows(tp_training.case_of("toy", 16, layers=1), bench, torch.float32)
 
 
 def test_steps_are_right_and_timed(pool: RankPool):
