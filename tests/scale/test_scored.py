@@ -18,8 +18,9 @@ from counterpoint.scale.models import Model
 from counterpoint.scale.network.fabric import Fabric, Network
 
 FOLDER = files("counterpoint.scale")
-UNSEEN = json.loads((FOLDER / "scored_steps.json").read_text())
-STEPS = {row["name"]: row for row in UNSEEN["steps"]}
+SETS = {file: json.loads((FOLDER / file).read_text())
+        for file in ("scored_steps.json", "scored_second.json")}  # fmt: skip
+STEPS = {row["name"]: row for each in SETS.values() for row in each["steps"]}
 SEEN = json.loads((FOLDER / "published_steps.json").read_text())
 TEXTS = ("source", "machine", "reported", "seconds_from", "assumed")
 
@@ -42,18 +43,21 @@ def machine_of(row: dict[str, Any]) -> Machine:
     return replace(found, **parts)
 
 
-def test_there_are_enough_of_each_kind_and_from_many_papers():
-    steps = STEPS.values()
+@pytest.mark.parametrize("file", SETS)
+def test_there_are_enough_of_each_kind_and_from_many_papers(file: str):
+    steps = SETS[file]["steps"]
     kinds, papers = (Counter(row[key] for row in steps) for key in ("kind", "paper"))
-    assert len(STEPS) == len(UNSEEN["steps"]) >= 25
+    assert len({row["name"] for row in steps}) == len(steps) >= 25
     assert set(kinds) == {"fsdp", "experts", "pipeline"} and min(kinds.values()) >= 5
     assert len(papers) >= 6 and max(papers.values()) <= 6
-    assert set(papers) | {"all"} == set(UNSEEN["rules"])
+    assert set(papers) | {"all"} == set(SETS[file]["rules"])
 
 
 def test_none_is_of_a_paper_that_predictions_were_compared_with():
+    assert len(STEPS) == sum(len(each["steps"]) for each in SETS.values())
+    first, second = ({row["paper"] for row in each["steps"]} for each in SETS.values())
     papers = {row["name"].split()[0] for row in SEEN}
-    assert not papers & {row["paper"] for row in STEPS.values()}
+    assert not papers & (first | second) and not first & second
     assert not {row["source"] for row in SEEN} & {row["source"] for row in STEPS.values()}
 
 
@@ -90,7 +94,8 @@ def test_seconds_follow_from_what_was_reported(name: str):
     assert 0.05 < share < 0.75
 
 
-def test_what_was_left_out_says_where_and_why():
-    left = UNSEEN["looked_at"]
+@pytest.mark.parametrize("file", SETS)
+def test_what_was_left_out_says_where_and_why(file: str):
+    left = SETS[file]["looked_at"]
     assert len({row["source"] for row in left}) == len(left) >= 20
     assert all(row["left_out"] for row in left)
