@@ -160,9 +160,11 @@ def test_recomputation_is_another_forward():
 def test_explain_says_what_it_stands_on():
     found = predict("deepseek-v3", Layout.on(64, ep=64), overlap="ours")
     text = " ".join(found.explain().split())
-    for said in ("not checked experts well enough", "against any published step: latent attention, plans across "
-                 "islands; the band is the widest", "assumed nic_share = 0.9",
-                 "model deepseek-v3, arXiv 2412.19437", "derived from the datasheet"):  # fmt: skip
+    for said in (
+        "not checked experts well enough", "against any published step: latent attention, plans "
+        "across islands; the band is the widest", "assumed nic_share = 0.9",
+        "model deepseek-v3, arXiv 2412.19437", "derived from the datasheet",
+    ):  # fmt: skip
         assert said in text
     groups = {line.partition(": ")[0] for line in found.assumptions}
     assert groups <= set(GROUPS)
