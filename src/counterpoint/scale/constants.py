@@ -188,4 +188,10 @@ RESERVED = Constant(
     "compile, is 1.10 and 1.01 of what is counted here",
 )  # fmt: skip
 
+# what puts rows in the order of experts and back: bytes, forward and backward
+ROWS_BYTES = {
+    "torch": (TORCH_ROWS_BYTES, TORCH_ROWS_BACKWARD_BYTES),
+    "megatron": (MEGATRON_ROWS_BYTES, MEGATRON_ROWS_BACKWARD_BYTES),
+    "fused": (ROUTED_BYTES, ROUTED_BACKWARD_BYTES),
+}
 CONSTANTS = {name.lower(): c for name, c in list(globals().items()) if isinstance(c, Constant)}

@@ -25,13 +25,6 @@ from counterpoint.scale.operators import (
 )
 from counterpoint.scale.parts import Both, Collective, Parts, Sent
 
-# that put rows in the order of experts and back: bytes, forward and backward
-ROWS_BYTES: dict[ExpertRows, tuple[constants.Constant, constants.Constant]] = {
-    "torch": (constants.TORCH_ROWS_BYTES, constants.TORCH_ROWS_BACKWARD_BYTES),
-    "megatron": (constants.MEGATRON_ROWS_BYTES, constants.MEGATRON_ROWS_BACKWARD_BYTES),
-    "fused": (constants.ROUTED_BYTES, constants.ROUTED_BACKWARD_BYTES),
-}
-
 
 @dataclass(frozen=True)
 class Layers:
@@ -293,7 +286,7 @@ class Layers:
         dw_s += self.matmul_s(inner, hidden, each * ep, local)
         between_s = self.memory_s(constants.ACTIVATION_BYTES.value * rows * (wide + inner))
         there_s, back_s = (
-            self.memory_s(each.value * rows * hidden) for each in ROWS_BYTES[self.rows_by]
+            self.memory_s(each.value * rows * hidden) for each in constants.ROWS_BYTES[self.rows_by]
         )
         if counts == "routed":  # plans put rows in order and sum them
             weighted = constants.ROUTED_WEIGHTS_BYTES.value * rows
