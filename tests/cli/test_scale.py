@@ -18,7 +18,7 @@ def test_modes_stand_beside_each_other():
 
 def test_check_shows_every_step_and_paper():
     text = invoke("scale", "--check").stdout
-    assert len([line for line in text.splitlines() if " mean error " in line]) == 5
+    assert len([line for line in text.splitlines() if " mean error " in line]) == 8
     assert text.count("MCore-H100 ") >= 9 and "no constant fitted" in text
 
 

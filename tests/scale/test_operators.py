@@ -93,7 +93,7 @@ def test_experts_between_islands_go_by_routes_once_to_an_island():
 
 def test_rows_by_routes_are_put_in_order_by_the_plan():
     """And their gradients weighted: 4 bytes of a row, 8 of a number between its matmuls."""
-    ours, none = layers(64, "ours"), layers(64, "none")
+    ours, none = layers(64, "ours"), layers(64, "none", expert_rows="fused")
     rows = 4096 * DEEPSEEK.top_k
     both = ours.experts(), none.experts()
     for saved_s, (of, without) in (
@@ -105,7 +105,7 @@ def test_rows_by_routes_are_put_in_order_by_the_plan():
 
 
 def test_within_an_island_a_row_goes_to_each_expert():
-    ours, none = (layers(8, overlap).experts() for overlap in ("ours", "none"))
+    ours, none = (layers(8, o, expert_rows="fused").experts() for o in ("ours", "none"))
     assert ours.forward.sent == none.forward.sent
     assert ours.forward["memory"] == none.forward["memory"]
     assert ours.seconds <= none.seconds

@@ -160,9 +160,11 @@ def test_recomputation_is_another_forward():
 def test_explain_says_what_it_stands_on():
     found = predict("deepseek-v3", Layout.on(64, ep=64), overlap="ours")
     text = " ".join(found.explain().split())
-    for said in ("not checked against any published step: experts, latent attention, plans across "
-                 "islands; the band is the widest", "assumed nic_share = 0.9",
-                 "model deepseek-v3, arXiv 2412.19437", "derived from the datasheet"):  # fmt: skip
+    for said in (
+        "not checked experts well enough", "against any published step: latent attention, plans "
+        "across islands; the band is the widest", "assumed nic_share = 0.9",
+        "model deepseek-v3, arXiv 2412.19437", "derived from the datasheet",
+    ):  # fmt: skip
         assert said in text
     groups = {line.partition(": ")[0] for line in found.assumptions}
     assert groups <= set(GROUPS)
@@ -247,26 +249,29 @@ def test_fsdp_hides_what_a_layers_computation_is_long_enough_for():
 
 @pytest.mark.parametrize("gpus", [2, 4])
 def test_fsdp2_steps_are_near_what_was_measured_of_them(gpus: int):
-    """Six Llama-8B layers as torch runs them, without an optimizer; and computation alone."""
+    """Six Llama-8B layers as torch runs them, without an optimizer; and computation alone.
+
+    Hosts differ: of 1024 tokens 2 GPUs took 40 and 47 ms, and 4 GPUs 35.
+    """
     rows = {
         (row["arm"], row["tokens"]): row["median_s"] for row in results("fsdp")[gpus]
         if row["form"] == "eager" and not row["adamw"] and row["memory"] == "kept"
     }  # fmt: skip
-    for tokens, off in ((1024, 0.18), (4096, 0.05), (8192, 0.05)):
+    for tokens, off in ((1024, 0.3), (4096, 0.06), (8192, 0.06)):
         model = Model(name="8B", hidden=4096, layers=6, heads=32, kv_heads=8, ffn=14336, vocab=1,
                       sequence=tokens)  # fmt: skip
         alone, sharded = (
             predict(model, Layout(dp=n, data_parallel_sharding="fsdp"), machine=f"h200-{gpus}")
             for n in (1, gpus)
         )
-        for found, arm, near in ((alone, "compute", 0.05), (sharded, "as is", off)):
+        for found, arm, near in ((alone, "compute", 0.06), (sharded, "as is", off)):
             seconds = found.seconds - found.parts["optimizer"]
             assert seconds == pytest.approx(rows[arm, tokens], rel=near), (arm, tokens)
         assert sharded.parts["FSDP copies"] > 0 == alone.parts.get("FSDP copies", 0)
 
 
 def test_eager_experts_of_transformers_are_bound_by_the_host():
-    """A Qwen3-MoE without its optimizer: predicted up to 0.3 short, as its host waits besides."""
+    """A Qwen3-MoE without its optimizer: of 8192 tokens, what its host takes adds to the GPUs'."""
     sizes: dict[str, Any] = {
         "hidden": 2048, "layers": 8, "heads": 32, "kv_heads": 4, "head_dim": 128, "ffn": 0,
         "experts": 128, "top_k": 8, "expert_ffn": 768,
@@ -278,7 +283,7 @@ def test_eager_experts_of_transformers_are_bound_by_the_host():
         layout = Layout(dp=2, ep=2, data_parallel_sharding="fsdp")
         found = predict(model, layout, machine="h200-2")
         seconds = found.seconds - found.parts["optimizer"]
-        assert 0.7 < seconds / row["gradients_s"] < 1.02
+        assert seconds == pytest.approx(row["gradients_s"], rel=0.16)
         assert found.parts["host"] > 0.2 * seconds
 
 
@@ -303,7 +308,8 @@ def test_a_step_waits_for_its_slowest_gpu_and_its_fullest_rank():
 
 def test_a_band_is_the_widest_where_no_published_step_was_alike():
     for layout, wide in ((Layout(tp=2, pp=4), False), (Layout(dp=8, ep=8), True),
-                         (Layout(dp=8, data_parallel_sharding="fsdp"), True)):  # fmt: skip
+                         (Layout(dp=8, cp=2), True),
+                         (Layout(dp=8, data_parallel_sharding="fsdp"), False)):  # fmt: skip
         model = MODELS["mixtral-8x7b"] if layout.ep > 1 else TINY
         found = predict(model, layout)
         low, high = (edge / found.seconds for edge in found.band_s)
@@ -353,16 +359,72 @@ def test_a_prediction_is_as_good_after_a_pickle():
 
 
 def test_rows_of_experts_fill_their_last_tile_by_half_in_the_mean():
-    """And go into the order of their experts and back: 6 bytes a number forward, 8 backward."""
     model = replace(TINY, experts=4, top_k=1, expert_ffn=4096)
     layers = Layers(model, Layout(), Network(preset("h100-8"), Fabric()), "none")
     rows = TINY.sequence
     of_each = rows / 4 + layers.alone.gemm_tile[0] / 2
     gate_up_s = layers.matmul_s(of_each, 2 * 4096, 1024, count=4)
     down_s = layers.matmul_s(of_each, 1024, 4096, count=4)
+    forward = layers.sparse().forward
+    assert forward["experts"] == pytest.approx(gate_up_s + down_s)
+
+
+@pytest.mark.parametrize(
+    ("options", "there", "back"),
+    [
+        ({"expert_rows": "fused"}, 6, 8), ({}, 24, 28), ({"expert_rows": "torch"}, 40, 64),
+        ({"data_parallel_sharding": "fsdp"}, 40, 64),
+        ({"data_parallel_sharding": "fsdp", "expert_rows": "megatron"}, 24, 28),
+    ],
+)  # fmt: skip
+def test_rows_go_into_the_order_of_their_experts_and_back(
+    options: dict[str, Any], there: int, back: int
+):
+    """By bytes of a number of a routed row, which a layer without experts has none of."""
+    model = replace(TINY, experts=4, top_k=2, expert_ffn=2048)
+    layers = Layers(model, Layout(**options), Network(preset("h100-8"), Fabric()), "none")
     layer, dense = layers.sparse(), replace(layers, model=TINY).dense()
-    assert layer.forward["experts"] == pytest.approx(gate_up_s + down_s)
-    routed_s = layer.forward["memory"] - dense.forward["memory"]
-    assert routed_s == pytest.approx(layers.memory_s(6 * rows * 1024))
-    routed_s = layer.backward["memory"] - dense.backward["memory"]
-    assert routed_s == pytest.approx(layers.memory_s(8 * rows * 1024))
+    for num_bytes, part, without in ((there, layer.forward, dense.forward),
+                                     (back, layer.backward, dense.backward)):  # fmt: skip
+        seconds = layers.memory_s(num_bytes * 2 * TINY.sequence * TINY.hidden)
+        assert part["memory"] - without["memory"] == pytest.approx(seconds)
+
+
+def test_experts_that_we_share_out_have_fused_rows_whatever_the_framework():
+    def memory_s(overlap: Any, **options: Any) -> float:
+        moe = replace(TINY, experts=16, top_k=2, expert_ffn=2048)
+        return predict(moe, Layout(dp=16, **options), overlap=overlap).parts["memory"]
+
+    fused_s = memory_s("none", ep=4, expert_rows="fused")
+    assert memory_s("ours", ep=4) == pytest.approx(fused_s)
+    assert memory_s("none", ep=4) > fused_s
+    assert memory_s("ours") == memory_s("none") > memory_s("ours", expert_rows="fused")
+
+
+def test_selective_recomputation_keeps_no_grouped_matmul():
+    """Half of the other matmuls and of the all-to-alls, and all of the experts."""
+    moe = replace(TINY, experts=16, top_k=2, expert_ffn=2048)
+    layers = (
+        Layers(moe, Layout(dp=4, ep=4, recompute=how), Network(preset("h100-8"), Fabric()), "none")
+        for how in ("none", "selective")
+    )
+    none, selective = (each.sparse() for each in layers)
+    for name, share in (("matmuls", 0.5), ("all-to-all", 0.5), ("experts", 1.0)):
+        again_s = selective.backward[name] - none.backward[name]
+        assert again_s == pytest.approx(share * none.forward[name])
+
+
+@pytest.mark.parametrize("overlap", ["none", "ours"])
+def test_a_host_that_waits_for_counts_launches_no_experts_ahead(overlap: Any):
+    """Then its calls add to what GPUs take; else a layer takes the longer of both."""
+
+    def host_s(**options: Any) -> float:
+        moe = replace(TINY, experts=16, top_k=2, expert_ffn=2048)
+        layout = Layout(dp=16, data_parallel_sharding="fsdp", **options)
+        return predict(moe, layout, overlap=overlap).parts["host"]
+
+    call_s = preset("h100-8").costs.host_call_s
+    waits_s = TINY.layers * (constants.FSDP_EXPERT_CALLS.value * call_s + constants.COUNTS_S.value)
+    long_s = host_s(ep=4, micro_batch=64)
+    assert long_s == pytest.approx(waits_s if overlap == "none" else 0.0)
+    assert host_s(micro_batch=64) == 0 < host_s() and host_s(ep=4) > long_s

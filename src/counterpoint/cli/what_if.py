@@ -5,11 +5,10 @@ It imports no torch.
 
 import json
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from counterpoint.advice.what_if import NOT_OURS, Mechanism, WhatIf, what_if
 from counterpoint.cli.shared.show import table
 from counterpoint.machine import Machine
 from counterpoint.scale.assumptions import listed
@@ -19,11 +18,16 @@ from counterpoint.scale.network.fabric import Fabric
 from counterpoint.scale.prediction import Prediction
 from counterpoint.scale.recommenders.dlrm import Dlrm
 
+if TYPE_CHECKING:
+    from counterpoint.advice.what_if import Mechanism, WhatIf
+
 
 def show_what_if(
     model: Model | Dlrm, layout: Layout, fabric: Fabric, machine: Machine, *, as_json: bool
 ) -> None:
     """A row for each mechanism that saves something, and why the others do not."""
+    from counterpoint.advice.what_if import what_if  # not for steps that are only predicted
+
     found = what_if(model, layout, fabric, machine)
     if as_json:
         print(json.dumps(_facts(found), indent=2))
@@ -40,7 +44,7 @@ def show_what_if(
             names = ", ".join(each.name for each in found.without if each.why == why)
             console.print(f"  {names}: {why}", markup=False, soft_wrap=True)
     last = found.puts
-    console.print(f"\n{last.name}, {NOT_OURS}: {_of_puts(found)}", markup=False, soft_wrap=True)
+    console.print(f"\n{last.name}, {last.line}: {_of_puts(found)}", markup=False, soft_wrap=True)
     if found.sizes:
         console.print(_sizes(found))
     lines = dict.fromkeys((*step.assumptions, *found.assumptions))
@@ -48,7 +52,7 @@ def show_what_if(
     console.print(f"\n{text}", markup=False, style="dim", soft_wrap=True)
 
 
-def _table(found: WhatIf) -> Any:
+def _table(found: "WhatIf") -> Any:
     shown = table("mechanism, each alone", ">saves, ms", ">speedup", "turned on by")
     for each in found.ours:
         shown.add_row(each.name, f"{each.saves_s * 1e3:.3f}", f"{each.speedup:.3f}x", each.line)
@@ -58,7 +62,7 @@ def _table(found: WhatIf) -> Any:
     return shown
 
 
-def _of_puts(found: WhatIf) -> str:
+def _of_puts(found: "WhatIf") -> str:
     last = found.puts
     if last.why:
         return last.why
@@ -67,9 +71,9 @@ def _of_puts(found: WhatIf) -> str:
     return alone + beyond * bool(found.ours)
 
 
-def _sizes(found: WhatIf) -> Any:
+def _sizes(found: "WhatIf") -> Any:
     """What sending as it pools would save of a DLRM's step, by its sizes."""
-    title = f"\nshares of a step that are saved; GPU-initiated: {NOT_OURS}"
+    title = f"\nshares of a step that are saved; GPU-initiated: {found.puts.line}"
     columns = ">step, ms", ">ours", ">GPU-initiated", ">of forward", ">at most"
     shown = table("sizes", *columns, title=title)
     for each in found.sizes:
@@ -79,10 +83,10 @@ def _sizes(found: WhatIf) -> Any:
     return shown
 
 
-def _facts(found: WhatIf) -> dict[str, Any]:
+def _facts(found: "WhatIf") -> dict[str, Any]:
     """All of it as JSON takes it; what is not in this library is last."""
 
-    def of(each: Mechanism, *, ours: bool) -> dict[str, Any]:
+    def of(each: "Mechanism", *, ours: bool) -> dict[str, Any]:
         return asdict(each) | {"in_library": ours}
 
     mechanisms = [of(each, ours=True) for each in (*found.ours, *found.without)]

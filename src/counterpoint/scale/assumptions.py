@@ -15,6 +15,7 @@ from counterpoint.scale.overheads import straggling
 GROUPS = ("model", "machine", "fabric", "layout", "datasheet", "measured", "assumed", "counted",
           "not checked", "not modelled")  # fmt: skip
 NOT_CHECKED = "not checked: "  # its lines say why a band is the widest
+CHECKED = ("A100 SXM 40GB", "A100 SXM 80GB", "H100 SXM", "H200 SXM")  # GPUs of published steps
 NAME_WIDTH = max(map(len, GROUPS)) + 2
 
 
@@ -38,18 +39,22 @@ def _used(layers: Layers) -> list[str]:
     """Names of the constants that a prediction stands on."""
     layout, machine = layers.layout, layers.network.machine
     replicas, fsdp = layout.dp * layout.cp > 1, layout.data_parallel_sharding == "fsdp"
-    exchanged = bool(layers.model.experts) and layout.ep > 1
+    experts = bool(layers.model.experts)
+    exchanged = experts and layout.ep > 1
     used = {
         "nic_": layout.num_gpus > machine.num_devices,
         "ampere_": settled(machine) != machine.costs.gemm_settled,
         "score_": not layout.flash_attention, "flash_": layout.flash_attention,
         "gradient_": replicas, "parameter_": replicas,
         "beside": replicas and (layout.asynchronous or fsdp), "fsdp_": replicas and fsdp,
-        "fsdp_expert_": bool(layers.model.experts),
+        "fsdp_expert_": experts,
         "straggler_": straggling(layout) > 0,
-        "routed_weights_": layers.routes, "routed_bytes": bool(layers.model.experts),
-        "routed_backward_": bool(layers.model.experts), "routing_": bool(layers.model.experts),
-        "counts_": exchanged and layers.overlap == "none", "expert_": exchanged,
+        "routed_weights_": layers.routes, "routing_": experts,
+        "routed_bytes": experts and layers.rows_by == "fused",
+        "routed_backward_": experts and layers.rows_by == "fused",
+        "torch_rows_": experts and layers.rows_by == "torch",
+        "megatron_rows_": experts and layers.rows_by == "megatron",
+        "counts_": exchanged and layers.hosts_wait, "expert_": exchanged,
     }  # fmt: skip
     unused = tuple(name for name, given in used.items() if not given)
     return [name for name in constants.CONSTANTS if not name.startswith(unused)]
@@ -85,6 +90,10 @@ def assumptions(layers: Layers) -> list[str]:
     if far and layers.overlap != "none":
         how = "once to a node, by routes that the host waits for (not modelled), where that gains"
         found.append(f"layout: tokens go to experts {how if layers.routes else ONLY_SERIAL}")
+    if model.experts:
+        how = "given" if layout.expert_rows != "auto" else "as frameworks with such sharding do it"
+        how = how if layers.rows_by == layout.rows_by else "this library's"
+        found.append(f"layout: rows of experts are put in order by {layers.rows_by}, {how}")
     if layout.pp > 1:
         found.append(f"layout: virtual stages {layout.virtual_stages}, given: they matter a lot")
     if model.tied and layout.pp > 1:
@@ -95,14 +104,18 @@ def assumptions(layers: Layers) -> list[str]:
                      "neither hides communication of the other (zero-bubble)")  # fmt: skip
     unchecked = {
         "zero-bubble schedules": layers.apart,
-        "experts": bool(model.experts), "context parallelism": layout.cp > 1,
-        "FSDP": layout.data_parallel_sharding == "fsdp", "latent attention": bool(model.key_rank),
+        "context parallelism": layout.cp > 1, "latent attention": bool(model.key_rank),
         "sliding windows": bool(model.windowed),
         "torus": bool(fabric.torus), "rails": fabric.rails,
-        f"{machine.device.name}": machine.device.name not in ("A100 SXM 80GB", "H100 SXM"),
+        f"{machine.device.name}": machine.device.name not in CHECKED,
         "plans across islands": layout.tp > machine.num_devices
         or layout.ep * layout.tp > machine.num_devices,
     }  # fmt: skip
+    if model.experts:
+        found.append(
+            f"{NOT_CHECKED}experts well enough: published steps of 5 papers take up to three times "
+            "as long; the band is the widest"
+        )
     if names := [name for name, given in unchecked.items() if given]:
         found.append(
             f"{NOT_CHECKED}against any published step: {', '.join(names)}; the band is the widest"

@@ -1,9 +1,12 @@
 """Published training steps, predicted: simulated over reported, with no constant fitted to any.
 
-What a paper does not state, such as virtual stages, is assumed; `source` of each step says so.
+Those of `published` were known from the start; those of `scored` were predicted once before anybody
+had looked at them, and are known since. What a paper does not state, such as virtual stages, is
+assumed; `source` of each step says so.
 """
 
 import json
+from dataclasses import replace
 from functools import cache
 from importlib.resources import files
 from math import exp, log, sqrt
@@ -18,7 +21,7 @@ from counterpoint.scale.prediction import WIDEST, predict
 from counterpoint.scale.recommenders.dlrm import DLRMS
 
 # two-sided quantiles at 95 % of Student's t, by papers less one
-T_QUANTILES = {2: 4.30, 3: 3.18, 4: 2.78}
+T_QUANTILES = {2: 4.30, 3: 3.18, 4: 2.78, 10: 2.23, 11: 2.20}
 
 
 class Run(NamedTuple):
@@ -62,12 +65,14 @@ class Checked(NamedTuple):
         source: where it was published, and what was assumed.
         reported_s: seconds there.
         simulated_s: seconds predicted.
+        kind: "pipeline" (and tensor parallel), "fsdp" or "experts".
     """
 
     name: str
     source: str
     reported_s: float
     simulated_s: float
+    kind: str = "pipeline"
 
     @property
     def paper(self) -> str:
@@ -91,16 +96,48 @@ def published() -> tuple[Checked, ...]:
     return tuple(map(_checked, json.loads(text)))
 
 
-def _checked(row: dict[str, Any]) -> Checked:
-    run = RUNS[row["name"].split()[0]]
+def _model(row: dict[str, Any]) -> Model:
     sizes = dict(row["model"])
-    model = Model(
+    return Model(
         name=row["name"], gated=sizes.pop("gated_mlp"), sequence=sizes.pop("seq_len"),
         source=row["source"], **sizes,
     )  # fmt: skip
+
+
+def _checked(row: dict[str, Any]) -> Checked:
+    run = RUNS[row["name"].split()[0]]
     layout = Layout(asynchronous=run.asynchronous, **row["layout"])
-    found = predict(model, layout, run.fabric, preset(run.machine), overlap=run.overlap)
+    found = predict(_model(row), layout, run.fabric, preset(run.machine), overlap=run.overlap)
     return Checked(row["name"], row["source"], row["reported_step_s"], found.seconds)
+
+
+@cache
+def scored() -> tuple[Checked, ...]:
+    """Predict each step that was scored once, by what is modelled now.
+
+    Returns:
+        Name, source, reported and simulated seconds, and kind of each.
+    """
+    text = (files("counterpoint.scale") / "scored_steps.json").read_text()
+    return tuple(map(_scored, json.loads(text)["steps"]))
+
+
+def _scored(row: dict[str, Any]) -> Checked:
+    machine = preset(row["node"]["preset"])
+    machine = replace(machine, **{
+        part: replace(getattr(machine, part), **row["node"].get(part, {}))
+        for part in ("device", "link")
+    })  # fmt: skip
+    layout = Layout(asynchronous=row["asynchronous"], **row["layout"])
+    found = predict(_model(row), layout, Fabric(**row["fabric"]), machine)
+    return Checked(
+        row["name"], row["source"], row["reported_step_s"], found.seconds, row["kind"]
+    )  # fmt: skip
+
+
+def dense() -> tuple[Checked, ...]:
+    """All known steps without experts, whose papers make the band."""
+    return tuple(step for step in (*published(), *scored()) if step.kind != "experts")
 
 
 @cache

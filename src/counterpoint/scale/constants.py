@@ -70,7 +70,9 @@ FSDP_CALLS = Constant(
 )  # fmt: skip
 FSDP_EXPERT_CALLS = Constant(
     150, "operators' host calls a layer of experts, besides", "measured",
-    "a Qwen3-MoE of transformers, eager, on 2 H200 (transformers-experts-*.jsonl): 250 in all",
+    "a Qwen3-MoE of transformers, eager, on 2 H200 (transformers-experts-*.jsonl): 250 in all by "
+    "4096 tokens; where the host waits for counts, these are on top of what GPUs take, as 8192 "
+    "tokens show",
 )  # fmt: skip
 ROUTING_S = Constant(
     60e-6, "s a layer of experts", "measured",
@@ -133,6 +135,26 @@ ROUTED_BACKWARD_BYTES = Constant(
     "the sum's rows (write 2) and weights (read 2), rows into the order of their tokens (read 2), "
     "a token's rows read again for the sum (read 2)",
 )  # fmt: skip
+TORCH_ROWS_BYTES = Constant(
+    40, "bytes a number of a routed row, forward", "counted",
+    "torchtitan's DeepSeek-V3: gather (4), a padding row behind all (4), sort (4) and back (4), "
+    "scores in fp32 (6 + 8 + 6), scatter_add (4). On 2 H100 (steps-2x-h100.jsonl) 34 to 42 by what "
+    "4096 tokens take longer than 1024, beside matmuls and exchanges",
+)  # fmt: skip
+TORCH_ROWS_BACKWARD_BYTES = Constant(
+    64, "bytes a number of a routed row, backward", "counted",
+    "the same: scatter_add (4), scores (36), slice (6), sorts (4 + 8), gather (6). There 66 to 71 "
+    "of 8 experts a token, 28 of 2",
+)  # fmt: skip
+MEGATRON_ROWS_BYTES = Constant(
+    24, "bytes a number of a routed row, forward", "counted",
+    "Megatron-Core's all-to-all dispatcher, not fused: index_select (4), chunks sorted twice (8), "
+    "index_copy (6), scores (4), sum (2)",
+)  # fmt: skip
+MEGATRON_ROWS_BACKWARD_BYTES = Constant(
+    28, "bytes a number of a routed row, backward", "counted",
+    "the same: scores (4) and their gradient (6), index_select (4), chunks (8), index_add (6)",
+)  # fmt: skip
 ROUTED_WEIGHTS_BYTES = Constant(
     4, "bytes a number of a row by routes, backward", "counted",
     "gradients that go to experts times the weights of their rows (read 2, write 2); of a number "
@@ -166,4 +188,10 @@ RESERVED = Constant(
     "compile, is 1.10 and 1.01 of what is counted here",
 )  # fmt: skip
 
+# what puts rows in the order of experts and back: bytes, forward and backward
+ROWS_BYTES = {
+    "torch": (TORCH_ROWS_BYTES, TORCH_ROWS_BACKWARD_BYTES),
+    "megatron": (MEGATRON_ROWS_BYTES, MEGATRON_ROWS_BACKWARD_BYTES),
+    "fused": (ROUTED_BYTES, ROUTED_BACKWARD_BYTES),
+}
 CONSTANTS = {name.lower(): c for name, c in list(globals().items()) if isinstance(c, Constant)}

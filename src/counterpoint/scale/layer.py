@@ -11,7 +11,7 @@ from functools import cached_property, partial
 from counterpoint.machine import Machine
 from counterpoint.problem import Counts, Problem
 from counterpoint.scale import constants
-from counterpoint.scale.layout import Layout
+from counterpoint.scale.layout import ExpertRows, Layout
 from counterpoint.scale.models import Model
 from counterpoint.scale.network.fabric import Group, Network
 from counterpoint.scale.operators import (
@@ -81,6 +81,11 @@ class Layers:
         """Whether hosts wait for how many rows experts get: plans of ours leave that to GPUs."""
         return self.overlap == "none"
 
+    @property
+    def rows_by(self) -> ExpertRows:
+        """What puts rows in the order of experts: ours is fused, where experts are shared out."""
+        return self.layout.rows_by if self.hosts_wait or self.layout.ep == 1 else "fused"
+
     def dense(self) -> Both:
         """A layer whose MLP every token goes through."""
         mlp = self.mlp(self.model.ffn)
@@ -88,10 +93,8 @@ class Layers:
 
     def sparse(self) -> Both:
         """A layer of experts, with the shared expert if there is one."""
-        found = self.experts()
-        if self.model.shared_ffn:
-            found += self.mlp(self.model.shared_ffn)
-        return self._layer(found)
+        shared = self.mlp(self.model.shared_ffn) if self.model.shared_ffn else Both()
+        return self._layer(shared, self.experts())
 
     def head(self) -> Both:
         """The logits and the loss, on the last stage."""
@@ -117,19 +120,21 @@ class Layers:
         """Seconds of an operator with its communication, and of its matmuls alone."""
         return pair_s(place, self.overlap)
 
-    def _layer(self, mlp: Both) -> Both:
-        """Attention and the MLP given, with what is recomputed and what lies between."""
+    def _layer(self, mlp: Both, routed: Both | None = None) -> Both:
+        """Attention, the MLP and the routed experts given, with what lies between and again."""
         memory_s = self.memory_s(
             constants.REPLICATED_BYTES.value * self.between * self.model.hidden
         )
         small = Parts({"memory": memory_s})
         core = self._attention()
-        found = matmuls = self.projections() + mlp
+        routed = routed or Both()
+        found = matmuls = self.projections() + mlp + routed
         found += core + Both(small, small * constants.BACKWARD_BYTES.value)
-        # selective: every second matmul, and what is between them
+        # selective: every second matmul, and what is between them; no grouped one is kept
+        grouped = Parts({name: s for name, s in routed.forward.items() if name != "all-to-all"})
         again = {
             "none": Parts(), "attn": core.forward, "full": found.forward,
-            "selective": matmuls.forward * 0.5 + small,
+            "selective": (matmuls.forward + grouped) * 0.5 + small,
         }  # fmt: skip
         return found + Both(backward=again[self.layout.recompute])
 
@@ -281,8 +286,7 @@ class Layers:
         dw_s += self.matmul_s(inner, hidden, each * ep, local)
         between_s = self.memory_s(constants.ACTIVATION_BYTES.value * rows * (wide + inner))
         there_s, back_s = (
-            self.memory_s(routed.value * rows * hidden)
-            for routed in (constants.ROUTED_BYTES, constants.ROUTED_BACKWARD_BYTES)
+            self.memory_s(each.value * rows * hidden) for each in constants.ROWS_BYTES[self.rows_by]
         )
         if counts == "routed":  # plans put rows in order and sum them
             weighted = constants.ROUTED_WEIGHTS_BYTES.value * rows

@@ -11,6 +11,7 @@ from counterpoint.scale.models import Model
 Recompute = Literal["none", "attn", "selective", "full"]
 Sharding = Literal["none", "zero1", "fsdp"]
 Schedule = Literal["1f1b", "zero-bubble"]
+ExpertRows = Literal["auto", "torch", "megatron", "fused"]
 MAX_GPUS = 2**24
 
 
@@ -35,11 +36,16 @@ class Layout:
         sequence: tokens of a sequence; 0: the model's.
         sequence_parallel: whether the tensor-parallel ranks share out what lies between matmuls.
         recompute: what the backward computes again: nothing, attention ("attn"), every second
-            matmul and what is between them ("selective", torchtitan's default), or all of a layer.
+            matmul and what is between them ("selective", torchtitan's default: of routed experts
+            all but half of the all-to-alls), or all of a layer.
         data_parallel_sharding: "none": gradients are all-reduced; "zero1": reduced, and the
             parameters gathered, once a step; "fsdp": both for each layer and micro-batch.
         flash_attention: one kernel that keeps no scores, which skips masked ones.
         asynchronous: whether gradients and what goes between stages are sent beside computation.
+        expert_rows: what puts rows in the order of experts and back: operators of torch as
+            torchtitan calls them ("torch") or Megatron-Core does ("megatron"), or fused kernels;
+            "auto": torch with FSDP, else Megatron. Experts that this library computes on several
+            ranks have fused kernels.
 
     Raises:
         InputError: a number is of another kind or out of its range, or stages are interleaved with
@@ -61,6 +67,7 @@ class Layout:
     data_parallel_sharding: Sharding = "zero1"
     flash_attention: bool = True
     asynchronous: bool = True
+    expert_rows: ExpertRows = "auto"
 
     def __post_init__(self) -> None:
         check("Layout", self)
@@ -101,6 +108,13 @@ class Layout:
     def num_gpus(self) -> int:
         """In all."""
         return self.tp * self.cp * self.pp * self.dp
+
+    @property
+    def rows_by(self) -> ExpertRows:
+        """`expert_rows`, and never "auto"."""
+        if self.expert_rows != "auto":
+            return self.expert_rows
+        return "torch" if self.data_parallel_sharding == "fsdp" else "megatron"
 
     @property
     def micro_batches(self) -> int:

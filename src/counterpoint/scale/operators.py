@@ -83,19 +83,23 @@ def pair_s(place: Placed, overlap: Overlap) -> tuple[float, float]:
         place: see `placed`.
         overlap: "none": by serial; "ours": by what `choose` takes; "ideal": the longer side alone.
     """
-    seconds, compute_s = _pair_s(place.problem, place.machine, overlap, place.planned)
+    seconds, compute_s, comm_s = _serial_s(place.problem, place.machine)
+    if place.planned and overlap != "none":
+        seconds = min(_chosen_s(place.problem, place.machine), seconds)
+    if overlap == "ideal":
+        seconds = min(max(compute_s, comm_s), seconds)
     return seconds + place.late_s, compute_s
 
 
 @lru_cache(maxsize=4096)
-def _pair_s(
-    problem: Problem, machine: Machine, overlap: Overlap, planned: bool
-) -> tuple[float, float]:
+def _serial_s(problem: Problem, machine: Machine) -> tuple[float, float, float]:
+    """Seconds of the serial plan, of its matmuls alone, and of its communication alone."""
     machine = machine.of_ranks(problem.ranks // problem.islands)  # as `choose` has it
     seconds = predicted_s(build(problem, "serial", machine), machine)
-    compute_s, comm_s = parts_s(problem, machine)
-    if planned and overlap != "none":
-        seconds = min(choose(problem, machine).seconds, seconds)
-    if overlap == "ideal":
-        seconds = min(max(compute_s, comm_s), seconds)
-    return seconds, compute_s
+    return seconds, *parts_s(problem, machine)
+
+
+@lru_cache(maxsize=4096)
+def _chosen_s(problem: Problem, machine: Machine) -> float:
+    """Seconds of the plan that `choose` takes."""
+    return choose(problem, machine.of_ranks(problem.ranks // problem.islands)).seconds

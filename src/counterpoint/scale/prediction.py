@@ -26,9 +26,9 @@ from counterpoint.scale.step import Stages, Step
 from counterpoint.spans import Span
 from counterpoint.timeline import Timeline
 
-# of simulated over reported: what `checked.band` makes of all published steps
-BAND = (0.80, 1.30)
-# of the prediction: what no published step had, and no band is wider
+# of simulated over reported: what `checked.band` makes of all known steps without experts
+BAND = (0.72, 1.38)
+# of the prediction: of experts, and of what no published step had; no band is wider
 WIDEST = (0.65, 1.40)
 
 
@@ -66,15 +66,15 @@ class Prediction:
 
     @property
     def widest(self) -> bool:
-        """Whether the step has what no published step had, so that its band is the widest."""
+        """Whether the step has experts, or what no published step had: its band is the widest."""
         return any(line.startswith(NOT_CHECKED) for line in self.assumptions)
 
     @property
     def band_s(self) -> tuple[float, float]:
         """Seconds from and to, by how far papers' steps were from their predictions.
 
-        Of what no published step had, and of a `Dlrm`, of which only two are known, 0.65 to 1.40
-        of the prediction.
+        Of experts, of what no published step had, and of a `Dlrm`, of which only two are known,
+        0.65 to 1.40 of the prediction.
         """
         low, high = WIDEST if self.widest else (1 / BAND[1], 1 / BAND[0])
         return self.seconds * low, self.seconds * high

@@ -84,9 +84,16 @@ class Replicas:
             exposed(layer.forward, gather_s, copied_s, gathers),
             exposed(layer.backward, gather_s + scatter_s, copied_s + packed_s, both),
         )
-        calls = constants.FSDP_CALLS.value + experts * constants.FSDP_EXPERT_CALLS.value
-        host_s = calls * self.layers.alone.costs.host_call_s
-        return found + Both(backward=Parts({"host": max(host_s - found.seconds, 0.0)}))
+        return found + Both(backward=Parts({"host": self._host_s(found.seconds, experts=experts)}))
+
+    def _host_s(self, seconds: float, *, experts: bool) -> float:
+        """What the host needs beyond a layer's seconds: it launches ahead, if it does not wait."""
+        call_s = self.layers.alone.costs.host_call_s
+        calls_s = constants.FSDP_CALLS.value * call_s
+        experts_s = experts * constants.FSDP_EXPERT_CALLS.value * call_s
+        if self.layers.hosts_wait and self.layout.ep > 1:
+            return max(calls_s - seconds, 0.0) + experts_s
+        return max(calls_s + experts_s - seconds, 0.0)
 
     def first(self, layer: Both, parameters: Sizes) -> Both:
         """The embedding, and what of the first layer lies beside no other.
