@@ -213,6 +213,16 @@ def update(how: Update, dy: Tensor, pooled: ops.Lookups, count: int = 1) -> None
     ops.sum_slices(placed, slices, entries, how.kind, how.rates)
 
 
+def test_tables_that_lie_at_the_same_place_otherwise_are_placed_anew():
+    first, second = torch.zeros(20, 8), torch.zeros(20, 8)
+    changed = (first[:20], first[:20:2], first.view(torch.bfloat16)[:10, :8])
+    steps = Steps()
+    for table in (first[:10], *changed):
+        placed, anew = (s.placed([table, second], []) for s in (steps, Steps()))
+        assert torch.equal(placed.words, anew.words) and placed.dtype == table.dtype
+        assert steps.placed([table, second], []) is placed
+
+
 @pytest.mark.drawn(3)
 @pytest.mark.parametrize("hot", [0.0, 0.7, 1.0])
 @pytest.mark.parametrize("what", ["dense", "sparse", *UPDATES])

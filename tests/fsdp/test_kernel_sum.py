@@ -47,6 +47,24 @@ def test_it_is_torchs_sum_in_rank_order(rank: int, ranks: int, sources: int, dty
     assert fault[0] == 7 and fault[1] != 1 and fault[2:].tolist() == [0, 0, 1 << 5, 0]
 
 
+@on_ranks(1)
+def test_parts_of_more_than_2_to_the_31_elements_in_all(rank: int, ranks: int):
+    sources, n = 8, 64
+    stride = 2**31 // (sources - 1) + n
+    # pages that nobody touches take no memory
+    parts = torch.empty((sources - 1) * stride + n, dtype=torch.int8)
+    for r in range(sources):
+        parts[r * stride : r * stride + n] = r
+    masks = torch.zeros((sources, 2), dtype=torch.int32)
+    out, fault = torch.full((n,), torch.nan), torch.zeros(4, dtype=torch.int32)
+    kernel: Any = sum_kernel
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        kernel[(1,)](parts, out, n, stride, 1.0, masks, 0, fault, 0,
+                     RANKS=sources, WORDS=2, BLOCK=n)  # fmt: skip
+    assert out.eq(sum(range(sources))).all()
+
+
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_it_reads_and_writes_16_bytes_at_a_time(capability: int):
     types = {"parts_ptr": "*bf16", "out_ptr": "*fp32", "n": "i32", "stride": "i32",

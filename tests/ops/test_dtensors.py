@@ -232,6 +232,22 @@ def test_other_placements_are_refused(rank: int, ranks: int) -> list[str]:
 
 
 @on_ranks(2)
+def test_a_change_in_place_before_the_backward_is_seen(rank: int, ranks: int):
+    mesh = init_device_mesh("cpu", (ranks,))
+    for name, kind, trained in (("x", "x", "w"), ("x", "x", "xw"), ("w", "list", "xw"),
+                                ("w", "w", "xw")):  # fmt: skip
+        x = spread(torch.ones(8, K), mesh, [Shard(0)]).requires_grad_("x" in trained)
+        w = spread(torch.ones(K, N), mesh, [Shard(1)]).requires_grad_("w" in trained)
+        y = cp.all_gather_matmul(x, [w, w])[0] if kind == "list" else cp.all_gather_matmul(x, w)
+        loss = y.to_local().square().sum()
+        loss.backward(retain_graph=True)
+        with torch.no_grad():
+            (x if name == "x" else w).mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+@on_ranks(2)
 def test_all_ranks_hear_what_one_refuses(rank: int, ranks: int):
     mesh = init_device_mesh("cpu", (ranks,))
     x, w = spread(torch.randn(6, K), mesh, [Shard(0)]), torch.randn(K, N)

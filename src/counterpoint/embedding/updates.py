@@ -110,7 +110,7 @@ class Steps:
         uses: forwards whose backward has not come, while somebody may still ask for it.
         waiting: uses that the backward of number `backward` updates for when it ends.
         beside: the stream of an update that nobody has waited for; None: there is none.
-        tables: as kernels take them, by where they lie.
+        tables: as kernels take them, by where and how they lie.
     """
 
     def __init__(self) -> None:
@@ -119,7 +119,7 @@ class Steps:
         self.waiting: list[tuple[Sequence[Slice], Lookups]] = []
         self.backward = -1
         self.beside: torch.cuda.Stream | None = None
-        self.tables: dict[tuple[int, ...], Tables] = {}
+        self.tables: dict[tuple[object, ...], Tables] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         """Of a copy, whose tables lie elsewhere."""
@@ -143,7 +143,8 @@ class Steps:
         Raises:
             InputError: they have to be copied while a graph is captured.
         """
-        key = (*map(Tensor.data_ptr, tables), *map(Tensor.data_ptr, sums))
+        key = (*map(Tensor.data_ptr, tables), *map(Tensor.size, tables), tables[0].dtype,
+               *map(Tensor.stride, tables), *map(Tensor.data_ptr, sums))  # fmt: skip
         found = self.tables.get(key)
         if found is None:
             if tables[0].is_cuda:

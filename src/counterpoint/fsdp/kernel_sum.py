@@ -40,7 +40,8 @@ def sum_kernel(
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
     total = tl.zeros([BLOCK], dtype=tl.float32)
+    part = tl.cast(stride, tl.int64)  # RANKS of them are more than 2**31
     for r in tl.static_range(RANKS):
-        total += tl.load(parts_ptr + r * stride + at, mask=inside, other=0.0).to(tl.float32)
+        total += tl.load(parts_ptr + r * part + at, mask=inside, other=0.0).to(tl.float32)
     total = total * scale + poison
     tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=inside)

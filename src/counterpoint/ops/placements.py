@@ -115,6 +115,9 @@ def placed(op: str, call: Callable[..., Any], *values: Any) -> Any:
         own = {name: _own(op, name, given, len(here)) for name in TAKEN[op].places}
     except CounterpointError as error:
         raise refused(error, given["group"], given["x"]) from None
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        saved = [t for _, t in _tensors(op, given) if is_distributed(t)]
+        own = {name: _watched(value, saved) for name, value in own.items()}
     more = {"rows": rows} if rows else {}
     results = call(**given | own | more | {"group": group})
     # of a gather it is x that has them
@@ -122,6 +125,31 @@ def placed(op: str, call: Callable[..., Any], *values: Any) -> Any:
     if isinstance(results, Tensor):
         return _whole(op, results, given, mesh, size)
     return type(results)(_whole(op, y, given, mesh, size) for y in results)
+
+
+class _Unchanged(torch.autograd.Function):
+    """A part of a DTensor, whose backward refuses DTensors that were changed since.
+
+    A change in place of a DTensor leaves the version of its part, which is what is saved.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, *saved: Tensor) -> Tensor:
+        ctx.save_for_backward(*saved)
+        return part.view_as(part)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return *grads, *(None for _ in ctx.saved_tensors)
+
+
+def _watched(value: Any, saved: Sequence[Tensor]) -> Any:
+    """A part, or a list of such, as `_Unchanged` has it where it has a gradient."""
+    if isinstance(value, list):
+        parts: list[Any] = value
+        return [_watched(each, saved) for each in parts]
+    is_watched = isinstance(value, Tensor) and value.requires_grad
+    return _Unchanged.apply(value, *saved) if is_watched else value
 
 
 def _tensors(op: str, given: dict[str, Any]) -> Iterator[tuple[str, Any]]:
