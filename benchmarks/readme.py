@@ -17,6 +17,7 @@ from benchmarks.declare import Section
 from benchmarks.options import NAMES, PAPER
 from benchmarks.rows import RESULTS, Row, results
 from benchmarks.runner import declared
+from benchmarks.scale_ahead import ahead_table
 from benchmarks.tables import IMAGES, PAGES, ROOT, grid, measured
 from counterpoint.choose.by_rule import RULE
 from counterpoint.costs import Costs
@@ -119,7 +120,8 @@ def main() -> None:
     scale_steps.picture(IMAGES)
     islands_predicted.picture(IMAGES)
     between = islands.sections() | islands_predicted.sections()
-    for page, found in (("scale.md", scale_steps.sections()), ("islands.md", between),
+    scale = scale_steps.sections() | {"scale-ahead": ahead_table()}
+    for page, found in (("scale.md", scale), ("islands.md", between),
                         ("results/papers.md", papers.sections())):  # fmt: skip
         for marker, text in found.items():
             replace(ROOT / "docs" / page, marker, text)

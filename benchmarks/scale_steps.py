@@ -6,13 +6,14 @@ with known counts, and ours the one with `max_rows=`."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 from typing import Any, NamedTuple
 
 from benchmarks import blocks, experts, pictures
 from benchmarks.pictures import Point
-from benchmarks.rows import RESULTS, Row, results, rows_of, taken
+from benchmarks.rows import Row, results, taken
 from benchmarks.scale_dlrm import dlrm_s, dlrm_step, puts_table
+from benchmarks.scale_scored import scored_table
 from benchmarks.steps_experts import BOTH
 from benchmarks.tables import grid, measured, ms
 from counterpoint.machine import Machine
@@ -28,7 +29,6 @@ from counterpoint.scale.checked import (
     mean_error,
     published,
     recommenders,
-    scored,
 )
 from counterpoint.scale.layer import Layers
 from counterpoint.scale.layout import Layout
@@ -152,43 +152,6 @@ def published_table() -> str:
     ])  # fmt: skip
 
 
-SCORED = RESULTS / "scale-scored-once.jsonl"
-KINDS = {"fsdp": "FSDP", "pipeline": "pipeline and tensor parallel", "experts": "experts"}
-
-
-def errors_of(kind: str = "") -> tuple[int, float, float, int]:
-    """Of steps scored once, of one kind or of all.
-
-    Returns:
-        How many, the mean of |predicted / reported - 1|, the mean of it with its sign, and how many
-        lie in the band of their prediction.
-    """
-    rows = [row for row in rows_of(SCORED) if row["kind"] == (kind or row["kind"])]
-    off = [row["predicted_s"] / row["reported_s"] - 1 for row in rows]
-    inside = [row["band"][0] <= row["reported_s"] / row["predicted_s"] <= row["band"][1]
-              for row in rows]  # fmt: skip
-    return len(rows), fmean(map(abs, off)), fmean(off), sum(inside)
-
-
-def scored_table() -> str:
-    """Steps that were predicted once, by kind, and each."""
-    rows = rows_of(SCORED)
-    kinds: list[list[str]] = []
-    for kind, name in (*KINDS.items(), ("", "all")):
-        count, error, signed, inside = errors_of(kind)
-        now = mean_error(tuple(step for step in scored() if step.kind == (kind or step.kind)))
-        kinds.append([name, str(count), f"{error:.1%}", f"{signed:+.1%}", f"{inside} of {count}",
-                      f"{now:.1%}"])  # fmt: skip
-    steps = [[row["case"], f"{row['reported_s']:.2f}", f"{row['predicted_s']:.2f}",
-              f"{row['predicted_s'] / row['reported_s']:.2f}"] for row in rows]  # fmt: skip
-    return "\n\n".join([
-        grid(["kind", "steps", "mean error", "with its sign", "in the printed band", "now"], kinds),
-        f"Predicted on {rows[0]['date']} by commit {rows[0]['commit']}, once; *now*: by today's "
-        "terms.",
-        grid(["step", "reported, s", "predicted, s", "predicted / reported"], steps),
-    ])  # fmt: skip
-
-
 def _of_paper(paper: str) -> list[str]:
     steps = tuple(step for step in published() if step.paper.startswith(paper))
     worst = max((step.ratio - 1 for step in steps), key=abs)
@@ -239,7 +202,8 @@ def _point(step: Checked) -> Point:
 def sections() -> dict[str, str]:
     """Marked sections of docs/scale.md."""
     return {
-        "scale-published": published_table(), "scale-scored": scored_table(),
+        "scale-published": published_table(),
+        "scale-second": scored_table("second"), "scale-scored": scored_table("first"),
         "scale-own": own_table(own_steps()), "scale-mlperf": recommenders_table(),
         "scale-puts": puts_table(),
     }  # fmt: skip

@@ -6,9 +6,10 @@ from statistics import median
 
 import pytest
 
-from benchmarks.rows import results, rows_of
+from benchmarks.rows import results
 from benchmarks.scale_dlrm import dlrm_step, gradients_of_ranks_s
-from benchmarks.scale_steps import GPU, SCORED, errors_of, own_steps, picture, sections
+from benchmarks.scale_scored import LATEST, SETS, errors_of, rows_of_set
+from benchmarks.scale_steps import GPU, own_steps, picture, sections
 from benchmarks.tables import ROOT
 from counterpoint.machine_of import machine_of
 from counterpoint.scale.checked import mean_error, published
@@ -29,12 +30,15 @@ def test_the_readme_has_the_errors_of_steps_scored_once():
     page = " ".join((ROOT / "README.md").read_text().split())
     known = mean_error(published())
     kinds = {"fsdp": "FSDP", "pipeline": "pipelines", "experts": "experts"}
-    unseen = ", ".join(f"{errors_of(k)[1] * 100:.0f} % ({name})" for k, name in kinds.items())
+    unseen = ", ".join(
+        f"{errors_of(LATEST, kind)[1] * 100:.0f} % ({name})" for kind, name in kinds.items()
+    )
     said = f"predictions {known * 100:.0f} % off published steps we knew; off unseen ones {unseen}"
     assert said in page
-    cases = {row["case"] for row in rows_of(SCORED)}
-    text = (ROOT / "src" / "counterpoint" / "scale" / "scored_steps.json").read_text()
-    assert cases == {step["name"] for step in json.loads(text)["steps"]}
+    for name, (steps, _) in SETS.items():
+        text = (ROOT / "src" / "counterpoint" / "scale" / steps).read_text()
+        cases = {row["case"] for row in rows_of_set(name)}
+        assert cases == {step["name"] for step in json.loads(text)["steps"]}
 
 
 def test_a_step_measured_again_counts_once_as_it_was_last(monkeypatch: pytest.MonkeyPatch):

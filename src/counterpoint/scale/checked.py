@@ -17,7 +17,7 @@ from counterpoint.scale.layout import Layout
 from counterpoint.scale.models import Model
 from counterpoint.scale.network.fabric import Fabric
 from counterpoint.scale.operators import Overlap
-from counterpoint.scale.prediction import WIDEST, predict
+from counterpoint.scale.prediction import WIDEST, Prediction, predict
 from counterpoint.scale.recommenders.dlrm import DLRMS
 
 # two-sided quantiles at 95 % of Student's t, by papers less one
@@ -119,20 +119,22 @@ def scored() -> tuple[Checked, ...]:
         Name, source, reported and simulated seconds, and kind of each.
     """
     text = (files("counterpoint.scale") / "scored_steps.json").read_text()
-    return tuple(map(_scored, json.loads(text)["steps"]))
+    return tuple(
+        Checked(row["name"], row["source"], row["reported_step_s"], predict_entry(row).seconds,
+                row["kind"])
+        for row in json.loads(text)["steps"]
+    )  # fmt: skip
 
 
-def _scored(row: dict[str, Any]) -> Checked:
+def predict_entry(row: dict[str, Any]) -> Prediction:
+    """Predict a step of a set that is scored once, as its entry says."""
     machine = preset(row["node"]["preset"])
     machine = replace(machine, **{
         part: replace(getattr(machine, part), **row["node"].get(part, {}))
         for part in ("device", "link")
     })  # fmt: skip
     layout = Layout(asynchronous=row["asynchronous"], **row["layout"])
-    found = predict(_model(row), layout, Fabric(**row["fabric"]), machine)
-    return Checked(
-        row["name"], row["source"], row["reported_step_s"], found.seconds, row["kind"]
-    )  # fmt: skip
+    return predict(_model(row), layout, Fabric(**row["fabric"]), machine)
 
 
 def dense() -> tuple[Checked, ...]:
