@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent.parent
 HOUSE = ROOT / "src" / "counterpoint"
 # lines of code of each folder, as they are: a change that needs more says why, and edits this table
 CODE = {
-    ".": 1699, "adapters": 2793, "advice": 1547, "attention": 878, "choose": 630, "cli": 2462,
+    ".": 1699, "adapters": 2803, "advice": 1547, "attention": 878, "choose": 630, "cli": 2462,
     "embedding": 2333, "experts": 5525, "fsdp": 2008, "gpu": 1005, "group": 2875,
     "kernels": 629, "measure": 2098, "model": 666, "nn": 1000, "norms": 931, "ops": 1640,
     "plan": 2069, "resources": 1429, "run": 2060, "scale": 3449, "schedules": 1003,

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 
 from counterpoint.adapters.seams import taken
 from counterpoint.embedding.embedding_bag_all_to_all import OP, called
+from counterpoint.embedding.pooled_outputs import PooledOutputs
 from counterpoint.embedding.updates import Steps, Update
 from counterpoint.errors import InputError
-from counterpoint.ops.agreement import left
+from counterpoint.ops.agreement import captures, left
 from counterpoint.ops.check import check_plan
 
 __all__ = ["Overlapped", "overlap"]
@@ -260,6 +261,7 @@ class _Fused:
         self.dims = tuple(tuple(chain.from_iterable(g.embedding_dims() for g in groups))
                           for groups in per_rank)  # fmt: skip
         self.mode, self.by_row = _pooled(kind, first), kind == "row_wise"
+        self.sums_of: PooledOutputs | None = None  # what ranks' rows add to own samples
         self.dtype = DTYPES[first.data_type.name]
         self.kind = KINDS[_given(first).get("optimizer", Optimizer.EXACT_SGD).name]
         self.modules = [each.emb_module for each in lookup._emb_modules]
@@ -304,13 +306,23 @@ class _Fused:
         weights = features.weights_or_none()
         weights = weights.float() if weights is not None else None
         given = (tables, values, features.offsets().long(), weights, self.mode, True, batch,
-                 self.dims, self.dtype, None, self.plan)  # fmt: skip
+                 self.dims, self.dtype, self.room(batch, values.device), self.plan)  # fmt: skip
         found = called(given, False, group, update)
         if self.by_row:  # of each rank: what its rows add to all columns
             found = found.unflatten(1, (group.size(), -1)).sum(1)
         for callback in self.callbacks():
             found = callback(found)
         return NoWait(found)
+
+    def room(self, batch: Sequence[int], device: torch.device) -> PooledOutputs | None:
+        """Where peers store sums of their rows, which are added up at once; no copy of them."""
+        if not self.by_row or captures(device):
+            return None
+        if self.sums_of is None:
+            columns = sum(chain.from_iterable(self.dims))
+            self.sums_of = PooledOutputs(columns, self.dtype, [*batch], group=self.exchange._pg,
+                                         device=device)  # fmt: skip
+        return self.sums_of if self.sums_of.batch == (*batch,) else None
 
     def check_bounds(self, features: Any) -> None:
         """Mend indices outside of their table, or refuse them, as FBGEMM is told to."""
