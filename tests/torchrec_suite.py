@@ -21,10 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import Phase, settings
 
 CLONE, OUT = Path(".peers/torchrec"), Path("out/torchrec_suite")
 TOLD = OUT / "told.jsonl"
-SECONDS = 60  # until a rank gives up on one that failed
+SECONDS = 20  # until a rank gives up on one that failed
 FILES = [f"{folder}/test_{name}.py" for folder, names in {
     "tests": "model_parallel_gloo model_parallel_hierarchical dynamic_sharding 2d_sharding "
              "fp_embeddingbag qcomms_embedding_modules init_parameters apply_optim_per_param "
@@ -43,14 +44,15 @@ def main(theirs: bool, arguments: list[str]) -> int:
     shutil.rmtree(over, ignore_errors=True)
     shutil.copytree(Path(spec.origin).parent, over)
     for tests in (CLONE / "torchrec").rglob("tests"):
-        shutil.copytree(tests, over / tests.relative_to(CLONE / "torchrec"))
+        there = over / tests.relative_to(CLONE / "torchrec")
+        shutil.copytree(tests, there)
+        (there / "__init__.py").touch()  # ranks import them by their names
     TOLD.write_text("")
     paths = [str(OUT.absolute()), "src", "tests", os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)
     os.environ["COUNTERPOINT_SUITE"] = "theirs" if theirs else "overlapped"
     options = ["-p", "torchrec_suite", "-c", "/dev/null", "--rootdir", str(over), "-rfEs",
-               "--import-mode=importlib", "-p", "no:cacheprovider",
-               "--hypothesis-seed=0"]  # fmt: skip
+               "-p", "no:cacheprovider", "--hypothesis-seed=0"]  # fmt: skip
     named = any(a.endswith(".py") or ".py::" in a for a in arguments)
     every = [] if named else [str(over / "distributed" / file) for file in FILES]
     command = [sys.executable, "-m", "pytest", *options, *every, *arguments]
@@ -119,13 +121,24 @@ def on_gloo() -> None:
 
         setattr(dist, name, functools.wraps(make)(made))
 
+    def gathered(x: Any, world_size: int, pg: Any = None) -> list[Any]:
+        found: list[Any] = [None] * world_size
+        dist.all_gather_object(found, x.detach(), group=pg)
+        return found
 
-def unquantized(how: dict[str, Any]) -> None:
-    """Exchanges in full precision, where a test draws one of several."""
+    # gloo gathers tensors of one size only
+    sharding = import_module("torchrec.distributed.test_utils.test_sharding")
+    sharding._gather_all_tensors = gathered
+
+
+def plain(how: dict[str, Any]) -> None:
+    """Exchanges in full precision and kernels of CPUs, where a test draws some of several."""
     if "qcomms_config" in how:
         how["qcomms_config"] = None
     for sharder in how.get("sharders", ()):
         sharder._qcomm_codecs_registry = None
+        if getattr(sharder, "_kernel_type", "").startswith("fused_uvm"):
+            sharder._kernel_type = "fused"
 
 
 class quiet(warnings.catch_warnings):
@@ -138,6 +151,8 @@ class quiet(warnings.catch_warnings):
 
 def pytest_configure(config: pytest.Config) -> None:
     """Before tests are imported: as many GPUs as they ask for, and none for their tensors."""
+    settings.register_profile("first", phases=(Phase.generate,), report_multiple_bugs=False)
+    settings.load_profile("first")
     torch: Any = import_module("torch")
     torch.cuda.device_count = lambda: 8
     with quiet():
@@ -154,14 +169,19 @@ def pytest_configure(config: pytest.Config) -> None:
 
     def run_all(self: Any, *, callable: Any, **how: Any) -> None:
         if "qcomms" not in self.id():
-            unquantized(how)
+            plain(how)
         run(self, callable=bound(callable), **how)
 
     def run_each(self: Any, *, callable: Any, **how: Any) -> None:
         per_rank(self, callable=bound(callable), **how)
 
     base._run_multi_process_test, base._run_multi_process_test_per_rank = run_all, run_each
-    shared.ModelParallelTestShared.setUp = lambda self, backend="gloo": setup(self, backend="gloo")
+
+    def set_up(self: Any, **_: Any) -> None:
+        setup(self, backend="gloo")
+        self.backend = "nccl"  # by name only: these tests skip what gloo once had not
+
+    shared.ModelParallelTestShared.setUp = set_up
     on_gloo()
 
 
