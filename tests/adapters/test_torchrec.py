@@ -356,6 +356,26 @@ def test_torchrecs_pipeline_trains_it(rank: int, ranks: int):
 
 
 @on_ranks(2)
+def test_resharded_bags_are_taken_again(rank: int, ranks: int):
+    with quiet():
+        kinds = Kind(), Kind(), Kind("one rank")
+        theirs, ours, moved = (model_of(kind, rank, ranks) for kind in kinds)
+        ours.load_state_dict(theirs.state_dict())
+        overlap(ours)
+        draw = torch.Generator().manual_seed(rank)
+        features = features_of(Kind(), draw)
+        torch.testing.assert_close(step(ours, features), step(theirs, features))
+        whole = moved.module.bags.module_sharding_plan
+        plan = type(whole)({name: whole[name] for name in ("t1", "t3")})  # others are there
+        for model in (ours, theirs):
+            sharder_of(Kind()).reshard(model.module.bags, plan, model._env, torch.device("cpu"))
+        assert overlap(ours).explain().endswith(": counterpoint")
+        for _ in range(2):
+            features = features_of(Kind(), draw)
+            torch.testing.assert_close(step(ours, features), step(theirs, features))
+
+
+@on_ranks(2)
 def test_wrong_models_are_refused(rank: int, ranks: int):
     with quiet():
         model: Any = model_of(Kind(), rank, ranks)
