@@ -20,12 +20,12 @@ pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("torchrec") is None, reason="torchrec is not installed"
 )
 SIZES = ((50, 8), (30, 16), (40, 8), (20, 32), (10, 8))  # rows and columns of tables
-STEPS, SAMPLES = 5, 4
+SAMPLES = 4
 ADAGRAD, SGD = "EXACT_ROWWISE_ADAGRAD", "EXACT_SGD"
 
 
 class Kind(NamedTuple):
-    """How tables are sharded, pooled and updated."""
+    """How tables are sharded (one after another in turn), pooled and updated."""
 
     sharding: str = "table_wise"
     optimizer: str = ADAGRAD
@@ -36,6 +36,7 @@ class Kind(NamedTuple):
     kernel: str = "fused"
     features: tuple[tuple[int, ...], ...] = tuple((i,) for i in range(len(SIZES)))
     fused: tuple[tuple[str, Any], ...] = ()
+    zipf: bool = False  # indices: few rows are most of them
 
 
 class Model(nn.Module):
@@ -106,13 +107,11 @@ def model_of(kind: Kind, rank: int, ranks: int) -> Any:
         "row_wise": lambda i: ways.row_wise(compute_kernel=kind.kernel),
         "data_parallel": lambda _: ways.data_parallel(),
         "one rank": lambda _: ways.table_wise(rank=ranks - 1, compute_kernel=kind.kernel),
-        "mixed": lambda i: ways.row_wise(compute_kernel=kind.kernel) if i % 2 else ways.table_wise(
-            rank=0, compute_kernel=kind.kernel
-        ),
     }  # fmt: skip
+    turns = kind.sharding.split("+")  # of tables
     sharder = sharder_of(kind)
     plan = ways.construct_module_sharding_plan(
-        bags, {f"t{i}": way[kind.sharding](i) for i in range(len(SIZES))}, sharder=sharder,
+        bags, {f"t{i}": way[turns[i % len(turns)]](i) for i in range(len(SIZES))}, sharder=sharder,
         local_size=ranks, world_size=ranks, device_type="cpu",
     )  # fmt: skip
     return distributed.DistributedModelParallel(
@@ -121,12 +120,19 @@ def model_of(kind: Kind, rank: int, ranks: int) -> Any:
     )  # fmt: skip
 
 
+def rows_drawn(rows: int, n: int, draw: torch.Generator, *, zipf: bool) -> Tensor:
+    """All rows alike, or row r as often as 1 / (r + 1)."""
+    if not zipf:
+        return torch.randint(rows, (n,), generator=draw)
+    return ((rows + 1) ** torch.rand(n, generator=draw)).long() - 1
+
+
 def features_of(kind: Kind, draw: torch.Generator, samples: int = SAMPLES) -> Any:
     """Bags of 0 to 3 rows of each feature."""
     rows_of = {f: SIZES[t][0] for t, own in enumerate(kind.features) for f in own}
     names = sorted(rows_of)
     lengths = torch.randint(4, (len(names), samples), generator=draw)
-    values = [torch.randint(rows_of[name], (int(n),), generator=draw)
+    values = [rows_drawn(rows_of[name], int(n), draw, zipf=kind.zipf)
               for name, n in zip(names, lengths.sum(1), strict=True)]  # fmt: skip
     weights = torch.rand(int(lengths.sum()), generator=draw) if kind.weighted else None
     return torchrec().KeyedJaggedTensor(
@@ -156,7 +162,7 @@ def step(model: Any, features: Any) -> tuple[Tensor, Tensor]:
     return loss.detach(), pooled.detach()
 
 
-def trained(rank: int, ranks: int, kind: Kind, *, halved: int = 3) -> str:
+def trained(rank: int, ranks: int, kind: Kind, *, steps: int = 5, halved: int = 3) -> str:
     """Steps of a model of TorchRec's and of one that is overlapped are the same; what is told."""
     near = 1e-5 if kind.dtype == "FP32" else 2e-3
     with quiet():
@@ -164,13 +170,14 @@ def trained(rank: int, ranks: int, kind: Kind, *, halved: int = 3) -> str:
         ours.load_state_dict(theirs.state_dict())
         bags = overlap(ours)
         draw = torch.Generator().manual_seed(rank)
-        for i in range(STEPS):
+        for i in range(steps):
             if i == halved:
                 for model in (theirs, ours):
                     for group in model.fused_optimizer.param_groups:
                         group["lr"] /= 2
-            # sizes of batches differ from step to step, alike on all ranks
-            features = features_of(kind, draw, SAMPLES + i % 2)
+            # sizes of batches differ from step to step, and by rank where gloo can have it
+            uneven = i > 2 and "row_wise" not in kind.sharding
+            features = features_of(kind, draw, SAMPLES + (i + rank * uneven) % 2)
             want, got = step(theirs, features), step(ours, features)
             torch.testing.assert_close(got, want, rtol=near, atol=near)
         for state in "state_dict", "fused_optimizer":
@@ -192,6 +199,8 @@ def trained(rank: int, ranks: int, kind: Kind, *, halved: int = 3) -> str:
     Kind(), Kind("column_wise", SGD), Kind("table_wise", SGD, weighted=True),
     Kind("column_wise", weighted=True), Kind(pooling="MEAN"), Kind("one rank", weighted=True),
     Kind(dtype="FP16", output="FP16", fused=(("stochastic_rounding", False),)),
+    Kind("row_wise", SGD), Kind("row_wise", weighted=True), Kind("row_wise", pooling="MEAN"),
+    Kind("row_wise", weighted=True, pooling="MEAN"), Kind("row_wise+table_wise", pooling="MEAN"),
 ], ids=str)  # fmt: skip
 @on_ranks(2, 3)
 def test_steps_are_torchrecs(rank: int, ranks: int, kind: Kind):
@@ -199,9 +208,16 @@ def test_steps_are_torchrecs(rank: int, ranks: int, kind: Kind):
     assert told.endswith(": counterpoint") and "TorchRec" not in told, told
 
 
+@pytest.mark.parametrize("optimizer", [ADAGRAD, SGD])
+@on_ranks(2, 3)
+def test_50_steps_of_frequent_rows_are_torchrecs(rank: int, ranks: int, optimizer: str):
+    kind = Kind("table_wise+column_wise+row_wise", optimizer, zipf=True)
+    told = trained(rank, ranks, kind, steps=50)
+    assert told.count(": counterpoint") == 3 and "TorchRec" not in told, told
+
+
 TWO = ((0, 5), (1,), (2,), (3,), (4,))
 LEFT = [
-    (Kind("row_wise"), "row-wise bags are not exchanged by an all-to-all"),
     (Kind("data_parallel"), "data-parallel bags are not exchanged by an all-to-all"),
     (Kind(features=TWO), "t0 has 2 features"),
     (Kind(dtype="FP16"), "its tables are FP16, its bags FP32"),
@@ -222,8 +238,9 @@ def test_what_is_left_is_torchrecs_and_said(rank: int, ranks: int, kind: Kind, w
 
 @on_ranks(2)
 def test_some_tables_are_taken_and_some_left(rank: int, ranks: int):
-    first, second = sorted(trained(rank, ranks, Kind("mixed")).splitlines())
-    assert "row_wise, t1, t3: TorchRec, since" in first + second
+    kind = Kind("table_wise+data_parallel")
+    first, second = sorted(trained(rank, ranks, kind).splitlines())
+    assert "data_parallel, t1, t3: TorchRec, since" in first + second
     assert "table_wise, t0, t2, t4: counterpoint" in first + second
 
 
@@ -286,6 +303,20 @@ def test_an_index_outside_of_its_table_is_row_0_as_torchrec_has_it(rank: int, ra
 
 
 @on_ranks(2)
+def test_index_minus_1_is_refused_as_by_fbgemm(rank: int, ranks: int):
+    """Its check of bounds lets -1 pass, and its lookup on CPUs refuses it."""
+    with quiet():
+        theirs, ours = (model_of(Kind(), rank, ranks) for _ in range(2))
+        given = features_of(Kind(), torch.Generator().manual_seed(0), 6)
+        given.values()[:] = -1
+        with pytest.raises(RuntimeError, match="out of bounds: -1"):
+            theirs(given)
+        overlap(ours)
+        with pytest.raises(cp.InputError, match=r"indices.*-1"):
+            ours(given)
+
+
+@on_ranks(2)
 def test_batches_that_vary_by_feature_go_torchrecs_way(rank: int, ranks: int):
     with quiet():
         theirs, ours = (model_of(Kind(), rank, ranks) for _ in range(2))
@@ -313,15 +344,35 @@ def test_torchrecs_pipeline_trains_it(rank: int, ranks: int):
         optimizer = torch.optim.SGD(model.module.top.parameters(), lr=0.1)
         pipeline = pipelines.TrainPipelineSparseDist(model, optimizer, torch.device("cpu"))
         draw = torch.Generator().manual_seed(rank)
-        batches = iter([features_of(Kind(), draw) for _ in range(STEPS)])
+        batches = iter([features_of(Kind(), draw) for _ in range(5)])
         found: list[float] = []
-        for _ in range(STEPS):
+        for _ in range(5):
             pooled = pipeline.progress(batches)
             found.append(float(pooled.square().mean()))
         return found
 
     with quiet():
         assert losses(overlapped=True) == pytest.approx(losses(overlapped=False), rel=1e-5)
+
+
+@on_ranks(2)
+def test_resharded_bags_are_taken_again(rank: int, ranks: int):
+    with quiet():
+        kinds = Kind(), Kind(), Kind("one rank")
+        theirs, ours, moved = (model_of(kind, rank, ranks) for kind in kinds)
+        ours.load_state_dict(theirs.state_dict())
+        overlap(ours)
+        draw = torch.Generator().manual_seed(rank)
+        features = features_of(Kind(), draw)
+        torch.testing.assert_close(step(ours, features), step(theirs, features))
+        whole = moved.module.bags.module_sharding_plan
+        plan = type(whole)({name: whole[name] for name in ("t1", "t3")})  # others are there
+        for model in (ours, theirs):
+            sharder_of(Kind()).reshard(model.module.bags, plan, model._env, torch.device("cpu"))
+        assert overlap(ours).explain().endswith(": counterpoint")
+        for _ in range(2):
+            features = features_of(Kind(), draw)
+            torch.testing.assert_close(step(ours, features), step(theirs, features))
 
 
 @on_ranks(2)

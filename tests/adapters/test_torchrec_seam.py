@@ -69,19 +69,30 @@ class Exchange(nn.Module):
         self._pg, self._codecs, self._callbacks = group, None, [torch.neg]
 
 
+class Reduction(nn.Module):
+    """Of TorchRec, of rows."""
+
+    def __init__(self, group: Any) -> None:
+        super().__init__()
+        self._pg, self._codecs = group, None
+
+
 class Bags(nn.Module):
     """Of TorchRec: one sharding of all tables."""
 
     def __init__(self, kind: str, weights: list[Tensor], group: Any, **fused: Any) -> None:
         super().__init__()
+        by_row = kind == "row_wise"
+        of = [range(len(SIZES)) if by_row else range(r, len(SIZES), 2) for r in range(2)]
         self._sharding_types = [kind]
-        self._lookups = nn.ModuleList([Lookup(Tables(weights[group.rank() :: 2]))])
-        self._output_dists = nn.ModuleList([Exchange(group)])
-        per_rank = [[self.grouped(range(r, len(SIZES), 2), fused)] for r in range(2)]
-        tables = [t for groups in per_rank for g in groups for t in g.embedding_tables]
+        tables = [SimpleNamespace(embedding_config=SimpleNamespace(name=f"t{t}"))
+                  for t in range(len(SIZES))]  # fmt: skip
+        self.sharding_type_to_sharding_infos = {kind: tables}
+        self._lookups = nn.ModuleList([Lookup(Tables([weights[t] for t in of[group.rank()]]))])
+        self._output_dists = nn.ModuleList([Reduction(group) if by_row else Exchange(group)])
         self._embedding_shardings = [
             SimpleNamespace(
-                _grouped_embedding_configs_per_rank=per_rank, embedding_tables=lambda: tables
+                _grouped_embedding_configs_per_rank=[[self.grouped(own, fused)] for own in of]
             )
         ]
 
@@ -134,6 +145,7 @@ def stand_ins() -> Iterator[Any]:
         "torchrec.distributed.embeddingbag": {"ShardedEmbeddingBagCollection": Bags},
         "torchrec.distributed.embedding_lookup": {"GroupedPooledEmbeddingsLookup": Lookup},
         "torchrec.distributed.sharding.tw_sharding": {"TwPooledEmbeddingDist": Exchange},
+        "torchrec.distributed.sharding.rw_sharding": {"RwPooledEmbeddingDist": Reduction},
         "torchrec.distributed.types": {"NoWait": lambda pooled: pooled},
         "torchrec.distributed.memory_stashing": {
             "MemoryStashingManager": SimpleNamespace(is_enabled=lambda: False)
@@ -162,7 +174,7 @@ def test_bags_are_those_of_all_ranks_and_updated_in_place(rank: int, ranks: int)
     with stand_ins() as adapter:
         model = nn.Sequential(Bags("table_wise", own, world()))
         told = adapter.overlap(model)
-        assert told.explain() == "0, table_wise, t0, t2, t1: counterpoint"
+        assert told.explain() == "0, table_wise, t0, t1, t2: counterpoint"
         for _ in range(STEPS):
             lengths = torch.randint(3, (len(SIZES), ranks * SAMPLES), generator=draw)
             every = [torch.randint(rows, (int(n),), generator=draw)
@@ -191,10 +203,40 @@ def test_bags_are_those_of_all_ranks_and_updated_in_place(rank: int, ranks: int)
 
 
 @on_ranks(2)
+def test_bags_of_row_wise_tables_are_sums_of_all_ranks_rows(rank: int, ranks: int):
+    draw = torch.Generator().manual_seed(5)
+    whole = [torch.randn(ranks, rows, columns, generator=draw) for rows, columns in SIZES]
+    lengths = torch.randint(3, (ranks, len(SIZES), ranks * SAMPLES), generator=draw)
+    every = [
+        [torch.randint(SIZES[t][0], (int(n),), generator=draw) for t, n in enumerate(of.sum(1))]
+        for of in lengths
+    ]
+    with stand_ins() as adapter:
+        own = [w[rank].clone() for w in whole]
+        model = nn.Sequential(Bags("row_wise", own, world()))
+        assert adapter.overlap(model).explain() == "0, row_wise, t0, t1, t2: counterpoint"
+        got = model(Features(torch.cat(every[rank]), lengths[rank].flatten()))
+        want = []
+        for t, w in enumerate(whole):
+            starts = lengths[:, t].cumsum(1) - lengths[:, t]
+            bags = [nn.functional.embedding_bag(every[r][t], w[r], starts[r], mode="sum")
+                    for r in range(ranks)]  # fmt: skip
+            want.append(sum(bags)[rank * SAMPLES :][:SAMPLES])
+        torch.testing.assert_close(got, torch.cat(want, 1))
+        (got * (rank + 1)).sum().backward()
+        for t, w in enumerate(own):
+            of = torch.arange(ranks * SAMPLES).repeat_interleave(lengths[rank, t]) // SAMPLES + 1
+            grad = of[:, None].expand(-1, SIZES[t][1]).float() / ranks
+            want = whole[t][rank].index_add(0, every[rank][t], grad, alpha=-RATE)
+            torch.testing.assert_close(w, want)
+        cp.check()
+
+
+@on_ranks(2)
 def test_what_is_left_is_said(rank: int, ranks: int):
     with stand_ins() as adapter:
         for kind, fused, why in (
-            ("row_wise", {}, "row-wise bags are not exchanged by an all-to-all"),
+            ("data_parallel", {}, "data-parallel bags are not exchanged by an all-to-all"),
             ("table_wise", {"optimizer": Type.ADAM}, "its optimizer is ADAM"),
             ("table_wise", {"weight_decay": 0.1}, "it has weight_decay"),
             ("column_wise", {"output_dtype": Type.FP16},
@@ -202,7 +244,7 @@ def test_what_is_left_is_said(rank: int, ranks: int):
         ):  # fmt: skip
             weights = [torch.zeros(size) for size in SIZES]
             told = adapter.overlap(Bags(kind, weights, world(), **fused)).explain()
-            assert told == f"model, {kind}, t0, t2, t1: TorchRec, since {why}"
+            assert told == f"model, {kind}, t0, t1, t2: TorchRec, since {why}"
 
 
 def test_what_is_missing_is_named():

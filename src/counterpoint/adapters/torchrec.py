@@ -18,9 +18,10 @@ from torch import Tensor, nn
 
 from counterpoint.adapters.seams import taken
 from counterpoint.embedding.embedding_bag_all_to_all import OP, called
+from counterpoint.embedding.pooled_outputs import PooledOutputs
 from counterpoint.embedding.updates import Steps, Update
 from counterpoint.errors import InputError
-from counterpoint.ops.agreement import left
+from counterpoint.ops.agreement import captures, left
 from counterpoint.ops.check import check_plan
 
 __all__ = ["Overlapped", "overlap"]
@@ -28,6 +29,7 @@ TESTED = "1.9.2"
 Bags: Any
 Lookup: Any
 Exchange: Any
+Reduction: Any
 NoWait: Any
 Optimizer: Any
 Tables: Any
@@ -39,6 +41,8 @@ comm_ops: Any
                   "GroupedPooledEmbeddingsLookup")  # fmt: skip
 (Exchange,) = taken("torchrec", TESTED, "torchrec.distributed.sharding.tw_sharding",
                     "TwPooledEmbeddingDist")  # fmt: skip
+(Reduction,) = taken("torchrec", TESTED, "torchrec.distributed.sharding.rw_sharding",
+                     "RwPooledEmbeddingDist")  # fmt: skip
 (NoWait,) = taken("torchrec", TESTED, "torchrec.distributed.types", "NoWait")
 (Stashing,) = taken("torchrec", TESTED, "torchrec.distributed.memory_stashing",
                     "MemoryStashingManager")  # fmt: skip
@@ -48,7 +52,9 @@ comm_ops: Any
 (Tables,) = taken("fbgemm-gpu", "1.8.0", "fbgemm_gpu.split_table_batched_embeddings_ops_training",
                   "SplitTableBatchedEmbeddingBagsCodegen")  # fmt: skip
 MOST_FORWARDS = 16  # whose backwards may be to come: what of them is joined
-EXCHANGED = ("table_wise", "column_wise")  # by an all-to-all of pooled rows
+# shardings whose pooled rows go to the ranks of their samples at once, and by what
+EXCHANGED = {"table_wise": Exchange, "column_wise": Exchange, "table_column_wise": Exchange,
+             "row_wise": Reduction}  # fmt: skip
 KINDS = {"EXACT_SGD": "sgd", "EXACT_ROWWISE_ADAGRAD": "rowwise_adagrad"}
 DTYPES = {"FP32": torch.float32, "FP16": torch.float16, "BF16": torch.bfloat16}
 # what FBGEMM's lookups and updates may do that ours do not: left at its default
@@ -90,7 +96,7 @@ class Overlapped:
 
 
 def overlap(model: nn.Module, *, plan: str = "auto") -> Overlapped:
-    """Have a model's table-wise and column-wise sharded bags pooled and exchanged in one kernel.
+    """Have a model's table-, column-, and row-wise sharded bags pooled and exchanged in one kernel.
 
     In backward, gradients are exchanged and applied to the rows that were looked up, by the
     optimizer that FBGEMM has for the table: SGD or row-wise Adagrad, with TorchRec's learning rate
@@ -124,12 +130,12 @@ def overlap(model: nn.Module, *, plan: str = "auto") -> Overlapped:
         parts = zip(module._sharding_types, module._embedding_shardings, module._lookups,
                     module._output_dists, strict=True)  # fmt: skip
         for kind, sharding, lookup, exchange in parts:
-            own = sharding.embedding_tables() if hasattr(sharding, "embedding_tables") else []
-            tables = [*dict.fromkeys(table.name for table in own)]
+            infos = module.sharding_type_to_sharding_infos[kind]
+            tables = [info.embedding_config.name for info in infos]
             if why := _why_not(module, kind, sharding, lookup, exchange):
                 done.left.append((name, kind, tables, why))
                 continue
-            done.fused.append(_Fused(module, sharding, lookup, exchange, plan))
+            done.fused.append(_Fused(module, kind, sharding, lookup, exchange, plan))
             done.taken.append((name, kind, tables))
     return done
 
@@ -143,7 +149,7 @@ def _why_not(module: Any, kind: str, sharding: Any, lookup: Any, exchange: Any) 
     """Why TorchRec keeps one sharding of a module, by facts that all ranks share; "" if none."""
     if kind not in EXCHANGED:
         return f"{kind.replace('_', '-')} bags are not exchanged by an all-to-all"
-    for each, known in (exchange, Exchange), (lookup, Lookup):
+    for each, known in (exchange, EXCHANGED[kind]), (lookup, Lookup):
         if type(each) is not known:
             return f"it has a {type(each).__name__}"
     if exchange._codecs is not None:
@@ -157,7 +163,8 @@ def _why_not(module: Any, kind: str, sharding: Any, lookup: Any, exchange: Any) 
     if Stashing.is_enabled():
         return "memory is stashed"
     groups = [*chain.from_iterable(sharding._grouped_embedding_configs_per_rank)]
-    return next(filter(None, map(_why_not_group, groups)), "") or _differ(groups)
+    each = (_why_not_group(kind, group) for group in groups)
+    return next(filter(None, each), "") or _differ(kind, groups)
 
 
 def _tracked(module: Any, lookup: Any) -> bool:
@@ -172,7 +179,7 @@ def _given(group: Any) -> dict[str, Any]:
     return group.embedding_tables[0].fused_params or {}
 
 
-def _why_not_group(group: Any) -> str:
+def _why_not_group(kind: str, group: Any) -> str:
     """Why TorchRec keeps tables that FBGEMM has in one group."""
     # of tables: a group's is "fused" also where tables are in memory of the host
     kernels = [table.compute_kernel.value for table in group.embedding_tables]
@@ -196,7 +203,7 @@ def _why_not_group(group: Any) -> str:
         return "its tables are written by others"
     if group.has_feature_processor:
         return "it has a feature processor"
-    if group.is_weighted and group.pooling.value != "SUM":
+    if group.is_weighted and _pooled(kind, group) != "sum":
         return "its means are weighted"
     if any(table.stash_weights for table in group.embedding_tables):
         return "its weights are stashed"
@@ -209,7 +216,12 @@ def _features(group: Any, name: str) -> int:
     return next(t.num_features() for t in group.embedding_tables if t.name == name)
 
 
-def _differ(groups: Sequence[Any]) -> str:
+def _pooled(kind: str, group: Any) -> str:
+    """How a rank pools a group. Of rows of a table, TorchRec divides sums of all ranks itself."""
+    return "sum" if kind == "row_wise" else group.pooling.value.lower()
+
+
+def _differ(kind: str, groups: Sequence[Any]) -> str:
     """In what tables differ that one call has alike; "" if in nothing."""
 
     def optimizer(group: Any) -> tuple[Any, ...]:
@@ -218,7 +230,7 @@ def _differ(groups: Sequence[Any]) -> str:
 
     facts = {
         "dtypes": {group.data_type for group in groups},
-        "ways to pool": {group.pooling for group in groups},
+        "ways to pool": {_pooled(kind, group) for group in groups},
         "weights of indices": {group.is_weighted for group in groups},
         "optimizers": set(map(optimizer, groups)),
         "learning rates": {_given(group).get("learning_rate") for group in groups},
@@ -235,20 +247,21 @@ class _Fused:
 
     Args:
         module: TorchRec's, of bags.
-        sharding: of some of its tables.
+        kind, sharding: of some of its tables.
         lookup, exchange: modules whose forwards are replaced; `end` brings them back.
         plan: of the call.
     """
 
     def __init__(
-        self, module: Any, sharding: Any, lookup: Any, exchange: Any, plan: str
+        self, module: Any, kind: str, sharding: Any, lookup: Any, exchange: Any, plan: str
     ) -> None:  # fmt: skip
         per_rank = sharding._grouped_embedding_configs_per_rank
         first = next(chain.from_iterable(per_rank))
         self.module, self.lookup, self.exchange, self.plan = module, lookup, exchange, plan
         self.dims = tuple(tuple(chain.from_iterable(g.embedding_dims() for g in groups))
                           for groups in per_rank)  # fmt: skip
-        self.mode = first.pooling.value.lower()
+        self.mode, self.by_row = _pooled(kind, first), kind == "row_wise"
+        self.sums_of: PooledOutputs | None = None  # what ranks' rows add to own samples
         self.dtype = DTYPES[first.data_type.name]
         self.kind = KINDS[_given(first).get("optimizer", Optimizer.EXACT_SGD).name]
         self.modules = [each.emb_module for each in lookup._emb_modules]
@@ -293,11 +306,23 @@ class _Fused:
         weights = features.weights_or_none()
         weights = weights.float() if weights is not None else None
         given = (tables, values, features.offsets().long(), weights, self.mode, True, batch,
-                 self.dims, self.dtype, None, self.plan)  # fmt: skip
+                 self.dims, self.dtype, self.room(batch, values.device), self.plan)  # fmt: skip
         found = called(given, False, group, update)
+        if self.by_row:  # of each rank: what its rows add to all columns
+            found = found.unflatten(1, (group.size(), -1)).sum(1)
         for callback in self.callbacks():
             found = callback(found)
         return NoWait(found)
+
+    def room(self, batch: Sequence[int], device: torch.device) -> PooledOutputs | None:
+        """Where peers store sums of their rows, which are added up at once; no copy of them."""
+        if not self.by_row or captures(device):
+            return None
+        if self.sums_of is None:
+            columns = sum(chain.from_iterable(self.dims))
+            self.sums_of = PooledOutputs(columns, self.dtype, [*batch], group=self.exchange._pg,
+                                         device=device)  # fmt: skip
+        return self.sums_of if self.sums_of.batch == (*batch,) else None
 
     def check_bounds(self, features: Any) -> None:
         """Mend indices outside of their table, or refuse them, as FBGEMM is told to."""
@@ -307,7 +332,7 @@ class _Fused:
 
     def callbacks(self) -> Iterable[Any]:
         """What TorchRec does with what has arrived: columns of one table are put side by side."""
-        return self.exchange._callbacks or ()
+        return getattr(self.exchange, "_callbacks", None) or ()
 
     @torch.inference_mode(False)
     def of_tables(self, device: torch.device) -> tuple[list[Tensor], Update]:
