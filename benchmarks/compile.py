@@ -98,7 +98,7 @@ class Count(CustomGraphPass):
     def __deepcopy__(self, _: object) -> "Count":
         return self  # torch may copy its options
 
-    def __call__(self, graph: fx.Graph, is_inference: bool = False) -> None:
+    def __call__(self, graph: fx.Graph) -> None:
         for node in graph.nodes:
             namespace = getattr(node.target, "namespace", "")
             if namespace == "_c10d_functional" and "wait_tensor" not in node.target.name():

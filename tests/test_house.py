@@ -19,11 +19,11 @@ ROOT = Path(__file__).parent.parent
 HOUSE = ROOT / "src" / "counterpoint"
 # lines of code of each folder, as they are: a change that needs more says why, and edits this table
 CODE = {
-    ".": 1699, "adapters": 2803, "advice": 1547, "attention": 878, "choose": 630, "cli": 2471,
+    ".": 1701, "adapters": 2806, "advice": 1547, "attention": 878, "choose": 630, "cli": 2471,
     "embedding": 2334, "experts": 5525, "fsdp": 2009, "gpu": 1005, "group": 2875,
     "kernels": 629, "measure": 2098, "model": 666, "nn": 1000, "norms": 931, "ops": 1657,
     "plan": 2069, "resources": 1429, "run": 2060, "scale": 3524, "schedules": 1003,
-    "tensor_parallel": 2009, "testing": 350,
+    "tensor_parallel": 2030, "testing": 350,
 }  # fmt: skip
 CODE_OF_BENCHMARKS = 13830
 SLACK = 30  # lines by which a folder may be smaller than its ceiling before that is lowered

@@ -129,6 +129,7 @@ SCHEMAS = {
         f"int scatter_dim=0, {GRAD}) -> Tensor",
         f"matmul_reduce_scatter_sum(Tensor[] x, Tensor[] w, {ROWS}, int rank) -> Tensor",
     ),
+    "tensor_parallel.sum_of_biases": ("sum_of_biases(Tensor bias, str group_name) -> Tensor",),
     "norms.norms": (f"add_norm({NORM}) -> Tensor[]",),
     "experts.routed_operators": (
         "all_to_all_matmul_routed(Tensor x, Tensor w, Tensor counts, Tensor routes, "
@@ -162,6 +163,7 @@ ALONE = {
 }  # fmt: skip
 WITHOUT_GRADIENT = {
     "all_gather_matmul_activated", "embedding_bag_update", "exchange_counts", "order_by_expert",
+    "sum_of_biases",
 }  # fmt: skip
 
 

@@ -1,5 +1,6 @@
 """Graphs that torch takes from its cache: never another rank's, nor of another number of ranks."""
 
+import runpy
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -16,12 +17,14 @@ from on_ranks import on_ranks
 from rank_bodies import by_reference, world
 from rankpool import RankPool
 from torch import Tensor, nn
+from torch._inductor import custom_graph_pass
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.utils import fresh_cache
 
 import counterpoint as cp
 from counterpoint.adapters.compile import LAST
 from counterpoint.adapters.explain import Report
+from counterpoint.adapters.graph import retold
 from counterpoint.adapters.graph.depends_on import facts
 from counterpoint.errors import CounterpointWarning, InputError
 
@@ -201,6 +204,30 @@ def test_passes_of_a_users_own_run_before(rank: int, world_size: int):
     assert cp.compile_options({LAST: [print]})[LAST].uuid() is None
     with pytest.raises(InputError, match=f"{SEAM} must be a pass that can be called, got 3"):
         cp.compile_options({SEAM: [a, 3]})
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_passes_of_a_users_own_are_told_of_inference_where_they_ask(older: bool):
+    """Torch 2.11 knows no such passes: none of that torch's may be told."""
+    told: list[object] = []
+
+    class Asks(getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", CustomGraphPass)):  # type: ignore[misc]
+        def __call__(self, graph: Any, is_inference: bool = False) -> None:
+            told.append(is_inference)
+
+        def uuid(self) -> Any:
+            return "asks"
+
+    with pytest.MonkeyPatch.context() as patch:
+        if older:
+            patch.delattr(custom_graph_pass, "CustomInferenceAwareGraphPass", raising=False)
+        module = runpy.run_path(str(retold.__file__))
+    knows = module["InferenceAware"] is not None
+    assert knows is (not older and hasattr(custom_graph_pass, "CustomInferenceAwareGraphPass"))
+    last = module["Retold"](overlap_pass(), [Own("own", []), Asks()])
+    assert isinstance(last, CustomGraphPass)
+    last(torch.fx.Graph(), **({"is_inference": True} if knows else {}))
+    assert told == [knows]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)

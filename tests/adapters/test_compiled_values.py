@@ -1,5 +1,6 @@
 """What a rewrite must not take to be equal: values before and behind a cast, and those of ranks."""
 
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +19,7 @@ from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_modul
 
 import counterpoint as cp
 from counterpoint.adapters.graph.axes import cast_to
-from counterpoint.errors import CounterpointWarning
+from counterpoint.errors import CounterpointWarning, InputError
 from counterpoint.measure.timing import relative_error
 
 M, K, N = 6, 8, 12
@@ -170,6 +171,34 @@ def test_a_bias_that_differs_by_rank(
         if wrong or "matmul" not in done or " " in done:
             found.append(f"{call.__name__}: {done}: {wrong}")
     return found
+
+
+@on_ranks(2)
+def test_a_bias_on_one_rank_alone_is_refused_on_all(rank: int, ranks: int) -> list[str]:
+    """At a first call; and where ranks have called the operator without one before."""
+    wrong: list[str] = []
+    for biased, reduce, products in ((0, everyone, 1), (0, columns, 1), (1, rows, 2)):
+        group: Any = dist.new_group([*range(ranks)])
+
+        def layer(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+            y = x @ w if b is None else torch.addmm(b, x, w)
+            return reduce(y + x.cos() @ w if products == 2 else y, group)  # noqa: B023
+
+        x, w, b = operands(rank)
+        with torch.no_grad(), by_reference(), quick(overlap_pass()) as backend:
+            call = torch.compile(layer, backend=backend)
+            for warm in (False, True):
+                if warm:
+                    call(x, w, None)
+                try:
+                    call(x, w, b if rank == biased else None)
+                    cp.check(group)
+                    found = "nothing"
+                except InputError as error:
+                    found = str(error)
+            if not re.search(r"op must be .*row-parallel bias", found):
+                wrong.append(f"{reduce.__name__} {products}, {warm=}: {found}")
+    return wrong
 
 
 @on_ranks(2)

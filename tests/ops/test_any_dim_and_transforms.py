@@ -92,6 +92,7 @@ def test_plans_made_anew_are_forgotten(rank: int, ranks: int):
     "all_to_all_matmul", "matmul_all_to_all", "matmul_all_to_all_sum", "embedding_bag_all_to_all",
     "all_gather_matmul_backward", "matmul_reduce_scatter_backward", "all_gather_matmul_wgrad",
     "exchange_counts", "embedding_bag_gradients", "sum_over_group",
+    "sum_of_biases",
 ])  # fmt: skip
 def test_compilers_keep_what_ranks_do_together(op: str):
     from counterpoint.nn import replicated

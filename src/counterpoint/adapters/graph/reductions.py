@@ -13,11 +13,15 @@ from counterpoint.adapters.graph.operands import (
     others,
     plan_of,
     rank_of,
-    summed,
     where_of,
 )
 from counterpoint.adapters.graph.rewriter import Rewriter
-from counterpoint.tensor_parallel import backward, matmul_all_reduce, matmul_reduce_scatter
+from counterpoint.tensor_parallel import (
+    backward,
+    matmul_all_reduce,
+    matmul_reduce_scatter,
+    sum_of_biases,
+)
 
 aten: Any = torch.ops.aten
 ops: Any = torch.ops.counterpoint
@@ -74,7 +78,7 @@ def _bias(to: Rewriter, one: Reduction) -> fx.Node | None:
         own = to.emit(CONVERT, first, torch.float32) if dtype != torch.float32 else first
         for more in others:
             own = to.emit(aten.add.Tensor, own, more)
-        own = summed(to, one, own)
+        own = to.emit(sum_of_biases.OP, own, one.group)
         once.append(to.emit(CONVERT, own, dtype) if dtype != torch.float32 else own)
     if not once:
         return None

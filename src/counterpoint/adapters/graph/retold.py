@@ -22,9 +22,9 @@ from counterpoint.adapters.graph.depends_on import uuids_of
 from counterpoint.adapters.graph.rewriter import depends
 
 KEY = "counterpoint "
-InferenceAware: Any = getattr(
-    custom_graph_pass, "CustomInferenceAwareGraphPass", custom_graph_pass.CustomGraphPass
-)
+# passes that torch tells whether a graph is of inference; torch 2.11 has none
+InferenceAware: Any = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", None)
+Base: Any = InferenceAware or custom_graph_pass.CustomGraphPass
 
 
 class Told(Protocol):
@@ -35,7 +35,7 @@ class Told(Protocol):
         ...
 
 
-class Retold(InferenceAware):
+class Retold(Base):
     """What `compile_options` hands to torch for the end of its passes.
 
     Args:
@@ -75,8 +75,8 @@ class Retold(InferenceAware):
     def __call__(self, graph: fx.Graph, is_inference: bool = False) -> None:
         """Count the report, with the graph of the forward alone."""
         for each in self._before:
-            more = {"is_inference": is_inference} if isinstance(each, InferenceAware) else {}
-            each(graph, **more)
+            asks = InferenceAware is not None and isinstance(each, InferenceAware)
+            each(graph, **({"is_inference": is_inference} if asks else {}))
         if (text := self._current()) and not depends(graph):
             counters["inductor"][KEY + text] += 1
 
