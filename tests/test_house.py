@@ -20,7 +20,7 @@ HOUSE = ROOT / "src" / "counterpoint"
 # lines of code of each folder, as they are: a change that needs more says why, and edits this table
 CODE = {
     ".": 1701, "adapters": 2806, "advice": 1547, "attention": 878, "choose": 630, "cli": 2471,
-    "embedding": 2334, "experts": 5525, "fsdp": 2009, "gpu": 1005, "group": 2875,
+    "embedding": 2334, "experts": 5525, "fsdp": 2025, "gpu": 1005, "group": 2875,
     "kernels": 629, "measure": 2098, "model": 666, "nn": 1000, "norms": 931, "ops": 1657,
     "plan": 2069, "resources": 1429, "run": 2060, "scale": 3524, "schedules": 1003,
     "tensor_parallel": 2030, "testing": 350,
@@ -30,7 +30,7 @@ SLACK = 30  # lines by which a folder may be smaller than its ceiling before tha
 MOST_FILES, MOST_LINES = 20, 400  # of a folder, and of a file
 # longer files: as they are, until they fall
 LONG = {
-    "fsdp/torch_parts.py": 617, "group/notice_board.py": 876, "group/ranks.py": 494,
+    "fsdp/torch_parts.py": 625, "group/notice_board.py": 876, "group/ranks.py": 494,
     "group/workspace.py": 513, "measure/draw.py": 415, "nn/linear.py": 441, "ops/call.py": 600,
     "tensor_parallel/all_gather_matmul.py": 562,
 }  # fmt: skip

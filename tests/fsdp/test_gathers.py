@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from fsdp_models import Block, Step, batch, made, mesh_of, same, sharded
 from on_ranks import on_ranks
 from torch import Tensor, nn
@@ -90,6 +91,35 @@ def test_shards_that_change_before_the_backward_are_gathered_again(
         assert found == ["root", "0", "1", "1", "0"]
 
 
+def write_lists(blocks: nn.Module) -> None:
+    with torch.no_grad():
+        torch._foreach_mul_([*blocks.parameters()], 0.5)
+
+
+def write_by_collectives(blocks: nn.Module) -> None:
+    for p in blocks.parameters():
+        dist.all_reduce(p.to_local().detach())  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("change", [write_lists, write_by_collectives])
+@on_ranks(2)
+def test_writes_that_no_version_tells_are_marked(
+    rank: int, ranks: int, change: Callable[[nn.Module], None]
+):
+    theirs, ours = (made(Step(hidden=(96, 96)), mesh_of(ranks)) for _ in range(2))
+    overlapped = cp.overlap(ours, trial_steps=0, memory="kept")
+
+    def marked(model: Any) -> None:
+        change(model[:2])
+        overlapped.mark_dirty()
+
+    for i in range(2):
+        want = gradients(theirs, batch(rank, i), lambda model: change(model[:2]))
+        with noted() as found:
+            assert same(want, gradients(ours, batch(rank, i), marked))
+        assert found == ["root", "0", "1", "1", "0"]
+
+
 class Scaling(Block):
     """It doubles what it has gathered behind its forward, which torch then drops."""
 
@@ -120,6 +150,30 @@ def test_a_ring_refuses_a_forward_that_writes_what_peers_read(rank: int, ranks: 
     wanted = 'gathered parameters of 0 were written, which peers read; .* memory="kept"'
     with pytest.raises(cp.UnsupportedError, match=wanted):
         model(batch(rank, 0))
+
+
+def penalty(model: nn.Module, x: Tensor) -> list[Tensor]:
+    """Gradients of the slope of the loss by the input."""
+    (slope,) = torch.autograd.grad(model(x).square().mean(), x, create_graph=True)
+    slope.square().sum().backward()
+    return [p.grad.to_local() for p in model.parameters() if p.grad is not None]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("memory", ["kept", "ring"])
+@on_ranks(2)
+def test_double_backward_is_refused_where_what_it_reads_is_resharded(
+    rank: int, ranks: int, memory: str
+):
+    theirs, ours, model = (made(Step(policy=None), mesh_of(ranks)) for _ in range(3))
+    for each in (ours, model):
+        cp.overlap(each, trial_steps=0, memory=memory)  # type: ignore[arg-type]
+    with pytest.raises(cp.UnsupportedError, match="create_graph=True saves parameters of root"):
+        penalty(model, batch(rank, 0))
+    assert same(gradients(theirs, batch(rank, 0)), gradients(ours, batch(rank, 0)))
+    for each in (theirs, ours):
+        each.set_reshard_after_forward(False)  # type: ignore[operator]
+        each.set_reshard_after_backward(False)  # type: ignore[operator]
+    assert same(penalty(theirs, batch(rank, 1)), penalty(ours, batch(rank, 1)))
 
 
 def retained(model: Any, optimizer: torch.optim.Optimizer, rank: int) -> None:

@@ -138,6 +138,41 @@ def test_weights_that_stay_gathered_while_gradients_accumulate(
     check(lambda: made(Step(), mesh_of(ranks)), run, memory=memory, trial_steps=trial_steps)
 
 
+@pytest.mark.parametrize("memory", ["kept", "ring"])
+@on_ranks(2)
+def test_weights_that_come_to_stay_gathered_serve_the_backward_as_they_were(
+    rank: int, ranks: int, memory: str
+):
+    """More groups than slots, and an optimizer that steps between a forward and its backward."""
+
+    def run(model: Any) -> list[Tensor]:
+        weights, out = [*model.parameters()], list[Tensor]()
+        optimizer = torch.optim.SGD(weights, lr=0.5)
+        for i in range(4):
+            if i == 1:
+                model.set_reshard_after_forward(False)
+            loss = model(batch(rank, i)).float().square().mean()
+            optimizer.step()
+            optimizer.zero_grad()
+            loss.backward()
+            out += [p.grad.to_local().clone() for p in weights]  # type: ignore[union-attr]
+        return out
+
+    check(lambda: made(Step(), mesh_of(ranks)), run, memory=memory)
+
+
+@on_ranks(2)
+def test_weights_that_stay_gathered_for_an_evaluation_take_no_memory(rank: int, ranks: int):
+    model: Any = made(Step(), mesh_of(ranks))
+    overlapped = cp.overlap(model, trial_steps=0)
+    model(batch(rank, 0)).float().square().mean().backward()
+    before = overlapped.num_bytes()
+    model.set_reshard_after_forward(False)
+    with torch.no_grad():
+        model(batch(rank, 1))
+    assert overlapped.num_bytes() == before
+
+
 @pytest.mark.drawn(2)
 @pytest.mark.parametrize(("memory", "trial_steps"), WAYS)
 @on_ranks(2)

@@ -164,7 +164,9 @@ class InPlace:
         holder = None if slot.alone else slot.holder
         if holder is not None and holder is not member and not torch_parts.is_free(holder.g):
             here = self.shards[id(member.g)].current.stream()
-            idle = torch_parts.is_idle(holder.g) and not holder.by_hand
+            # where a graph reads it, what stays gathered stays as it was in the forward
+            kept = holder.in_graph and torch_parts.keeps_gathered(holder.g)
+            idle = torch_parts.is_idle(holder.g) and not (holder.by_hand or kept)
             if idle or (now and torch_parts.is_pending(holder.g)):
                 torch_parts.drop_gathered(holder.g, here)  # it is gathered again when it is needed
             elif self._may_move(member, now=now):
@@ -208,8 +210,14 @@ class InPlace:
         g, here = member.g, shards.current.stream()
         streams = torch_parts.streams(g)
         assert streams is not None
+        if torch_parts.frees_what_it_saves(g):
+            raise UnsupportedError(
+                f"{OP}: create_graph=True saves parameters of {torch_parts.name_of(g)}; call "
+                "set_reshard_after_forward(False) and set_reshard_after_backward(False)"
+            )
         if torch_parts.is_sharded(g):
-            member.by_hand = torch_parts.is_outside(g)
+            member.by_hand, member.in_graph = torch_parts.is_outside(g), False
+        member.in_graph |= torch.is_grad_enabled()
         if torch_parts.is_pending(g) and not torch_parts.is_ours(g):
             self._take(member, here, now=True)
             torch_parts.by_torch(g, "wait_for_unshard")

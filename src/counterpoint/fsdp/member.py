@@ -50,6 +50,7 @@ class Member:
         self.hooks: Any = None
         self.wide = False  # backwards before have kept gradients in fp32
         self.by_hand = False  # gathered by a user, who reads its parameters
+        self.in_graph = False  # a graph may read what it is gathered to
         self.published: list[tuple[int, int, int]] = []  # versions of its shards then
         self.lies: Pending | None = None  # its last gather in this forward and backward
         self.read: list[tuple[int, int]] | None = None  # versions of what it brought, once in use

@@ -30,9 +30,11 @@ def overlap(
             in no hook of a module, does so in place, not by `.data`.
         trial_steps: optimizer steps to try at least, 64 at most; 0: none, overlap at once.
         memory: "kept": each step publishes all shards once, in two bytes a parameter over the
-            ranks. Between a forward and its backward it notices optimizers' steps and writes in
-            place, and no writes by `.data`. "ring": each gather publishes those of its group, where
-            they are gathered to, whoever has written them.
+            ranks. Between a forward and its backward it notices steps of `torch.optim` optimizers
+            and in-place operators on one parameter or on local parts. It does not notice writes by
+            `.data`, `torch._foreach_*` on DTensors, collectives, and fused or own kernels: call
+            `Overlapped.mark_dirty` behind those. "ring": each gather publishes those of its group,
+            where they are gathered to, whoever has written them.
             "auto": on GPUs two steps run as they are; "kept", where all ranks have so much left.
 
     Returns:

@@ -6,8 +6,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch import nn
 
 from counterpoint.choose.known import released
 from counterpoint.errors import InputError, UnsupportedError
@@ -21,7 +20,7 @@ from counterpoint.fsdp.plan_shards import predicted
 from counterpoint.fsdp.predicted_step import PredictedStep, predicted_step
 from counterpoint.fsdp.sizes import sizes_of
 from counterpoint.fsdp.torch_parts import Group
-from counterpoint.fsdp.trial import Trial, Verdict
+from counterpoint.fsdp.trial import Trial, Verdict, key_of
 from counterpoint.group.workspace import Workspace, workspace_of
 from counterpoint.machine_of import MachineLike, machine_of
 from counterpoint.ops.auto import knowledge_of
@@ -118,6 +117,14 @@ class Overlapped:
             "inboxes": sum(s.num_bytes()[1] for s in self._groups.all),
             "gathered": sum(gathered.values()),
         }
+
+    def mark_dirty(self) -> None:
+        """Say that shards were written in a way that memory="kept" does not notice: see `overlap`.
+
+        Call it on all ranks, behind such a write and before the backward. It waits for nothing.
+        """
+        for shards in self._groups.all:
+            shards.gathers.forget()
 
     def off(self) -> None:
         """Give everything back to torch, between two steps, on all ranks. It may be called again.
@@ -356,14 +363,13 @@ class Overlapped:
         if capturing:
             self._trial = None  # the way that it goes now is kept
         elif self._trial and torch.is_grad_enabled():
-            self._try(_key_of(args, kwargs))
+            self._try(key_of(args, kwargs))
 
     def behind_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Its shards have changed: optimizers write DTensors in ways that no version tells."""
         if torch_parts.steps(optimizer, self._states):
             self._watch.stepped = True
-            for shards in self._groups.all:
-                shards.gathers.forget()
+            self.mark_dirty()
 
     def switch(self, *, ours: bool) -> None:
         """Go our way or torch's from the next gather on, in the same memory."""
@@ -392,9 +398,3 @@ def _told(g: Group, found: FoundGroup) -> str:
     facts = (torch_parts.fact_of(p) for p in g.fsdp_params)
     each = ", ".join(f"{f.name} {f.orig} {f.dtype} {'trained' * f.trains}" for f in facts)
     return "; ".join([f"{found.name}: {each}", *filter(None, (found.why, found.why_scatter))])
-
-
-def _key_of(args: Any, kwargs: Any) -> Hashable:
-    """Shapes of what a forward is given."""
-    leaves = tree_leaves((args, kwargs))
-    return tuple(tuple(t.shape) for t in leaves if isinstance(t, Tensor))

@@ -316,6 +316,14 @@ def keeps_gathered(g: Group) -> bool:
     return not g._reshard_after_forward
 
 
+def frees_what_it_saves(g: Group) -> bool:
+    """Whether a backward that runs saves gathered parameters for one more, behind which they go."""
+    assert TrainingState is not None
+    kept = keeps_gathered(g) and not g.reshard_after_backward
+    in_backward = g._training_state == TrainingState.PRE_BACKWARD
+    return in_backward and torch.is_grad_enabled() and not kept
+
+
 def reduces_by_torch(g: Group) -> bool:
     """Whether FSDP2 itself must take the gradients of this backward."""
     own = type(g._reduce_scatter_comm).__name__ != "DefaultReduceScatter"

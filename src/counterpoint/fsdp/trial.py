@@ -12,6 +12,8 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 WARM_STEPS = 4  # two of each way: torch and we allocate, and blocks are compiled
 MOST_STEPS = 64
@@ -120,3 +122,9 @@ class Trial:
             ours = 0 if self.ours(WARM_STEPS + 2 * i) else 1
             pairs.append((slowest[1 - ours], slowest[ours]))
         return verdict_of(pairs)
+
+
+def key_of(args: Any, kwargs: Any) -> Hashable:
+    """Shapes of what a forward is given."""
+    leaves = tree_leaves((args, kwargs))
+    return tuple(tuple(t.shape) for t in leaves if isinstance(t, Tensor))
