@@ -20,7 +20,7 @@ from counterpoint.cli.main import app
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
-MOST_WORDS = 12_301  # of all pages together, beside tables, code, quoted texts and the API
+MOST_WORDS = 12_316  # of all pages together, beside tables, code, quoted texts and the API
 LEAST = 14  # letters by which one finds a text
 SRC = [path for path in sorted((ROOT / "src").rglob("*.py")) if "cli" not in path.parts]
 GENERATED = r"<!-- ([\w-]+):start -->.*?<!-- \1:end -->"

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent.parent
 HOUSE = ROOT / "src" / "counterpoint"
 # lines of code of each folder, as they are: a change that needs more says why, and edits this table
 CODE = {
-    ".": 1701, "adapters": 2806, "advice": 1547, "attention": 878, "choose": 630, "cli": 2471,
+    ".": 1701, "adapters": 2827, "advice": 1547, "attention": 878, "choose": 630, "cli": 2471,
     "embedding": 2334, "experts": 5525, "fsdp": 2025, "gpu": 1005, "group": 2875,
     "kernels": 629, "measure": 2098, "model": 666, "nn": 1000, "norms": 931, "ops": 1657,
     "plan": 2069, "resources": 1429, "run": 2060, "scale": 3524, "schedules": 1003,

@@ -135,6 +135,7 @@ class Gather(Collective):
         totals: its sums over some of its axes.
         casts: of what this rank has, from its dtype to that in which they read it, which is as wide
             as its own at most: it is gathered in that.
+        kept: a copy of `given` that is read in its place; None: none is.
     """
 
     shard: Dims = field(default_factory=list)
@@ -142,6 +143,7 @@ class Gather(Collective):
     uses: list[Use] = field(default_factory=list)
     totals: list[Total] = field(default_factory=list)
     casts: Casts = (torch.float32,)
+    kept: fx.Node | None = None
 
     @property
     def dtype(self) -> torch.dtype:

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import torch
 from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
 
 from counterpoint.adapters.graph import activations
 from counterpoint.adapters.graph.axes import (
@@ -37,12 +38,14 @@ from counterpoint.adapters.graph.operands import (
     summed,
     where_of,
 )
-from counterpoint.adapters.graph.rewriter import Rewriter
+from counterpoint.adapters.graph.rewriter import POLICY, Rewriter
 from counterpoint.tensor_parallel import all_gather_matmul, backward
 
 aten: Any = torch.ops.aten
 c10d: Any = torch.ops._c10d_functional
 ops: Any = torch.ops.counterpoint
+# torch, too, computes these again in the backward
+AGAIN = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 
 
 def gather(
@@ -55,6 +58,9 @@ def gather(
     """
     made: list[str] = []
     taken: list[Reduction] = []
+    if _is_read_later(to, one):
+        with to.before([one.node]):
+            one.kept = to.kept(one.given)
     for later in (False, True):  # what stands in the forward must not wait for a gradient
         uses = [use for use in one.uses if (use.node in to.backward) == later]
         outer = [use for use in uses if one.is_outer(use)]
@@ -82,6 +88,13 @@ def gather(
         scatter.matmuls = [term.node for term in scatter.terms]
         scatter.problems = [p for p in one.problems if p.op == scatter.operator]
     one.operator, one.matmuls = " and ".join(made), [use.node for use in one.uses]
+
+
+def _is_read_later(to: Rewriter, one: Gather) -> bool:
+    """Whether the backward gathers again what torch gathers once, in the forward, and saves."""
+    if one.backward or one.node.meta.get(POLICY) in AGAIN:
+        return False
+    return any(each.node in to.backward for each in (*one.uses, *one.totals))
 
 
 def _products(to: Rewriter, one: Gather, uses: list[Use]) -> str:

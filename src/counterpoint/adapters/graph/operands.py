@@ -67,7 +67,7 @@ def by_rank(to: Rewriter, one: Collective, rows: Axes, node: fx.Node) -> fx.Node
 def own_part(to: Rewriter, one: Gather, rows: Axes, columns: Axes) -> fx.Node:
     """This rank's part as a matrix."""
     now = [axis for axes in one.shard for axis in axes]
-    given = one.given
+    given = one.kept or one.given
     for dtype in one.casts[1:]:
         given = to.emit(CONVERT, given, dtype)
     return to.arranged(given, now, [others(rows, one.across), others(columns, one.across)])

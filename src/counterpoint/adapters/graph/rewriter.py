@@ -18,7 +18,6 @@ from torch.fx.node import map_arg
 from torch.utils.checkpoint import CheckpointPolicy
 
 from counterpoint.adapters.graph.axes import (
-    TURNS,
     VIEWS,
     Axis,
     Dims,
@@ -32,9 +31,9 @@ from counterpoint.adapters.graph.axes import (
 from counterpoint.adapters.graph.find import Collective
 
 aten: Any = torch.ops.aten
+prims: Any = torch.ops.prims
 # what of a node says where it stands in the model and in the step: a new one stands there, too
 LEFT = ("val", "tensor_meta", "eager_input_vals", "original_aten")
-PARTS = (aten.slice.Tensor, aten.select.int, aten.expand.default)
 POLICY = "recompute"  # of activation checkpointing
 
 
@@ -94,6 +93,20 @@ class Rewriter:
             return CheckpointPolicy.PREFER_RECOMPUTE
         saved = CheckpointPolicy.MUST_SAVE
         return saved if saved in self._policies else self._policies[-1]
+
+    def kept(self, node: fx.Node) -> fx.Node | None:
+        """A copy, made in the forward, of what may change before the backward; None: it may not.
+
+        The caller of a graph has its inputs and results. Torch sees no change of a DTensor's own
+        tensor, nor one through a view that inductor has made.
+        """
+        results = (n for n in self.graph.output_node().all_input_nodes if n not in self.backward)
+        stored = _stored(node)
+        if stored.op == "call_function" and stored not in map(_stored, results):
+            return None
+        copy = self.emit(prims.clone.default, node)  # aten's is taken away by torch
+        copy.meta[POLICY] = CheckpointPolicy.MUST_SAVE
+        return copy
 
     def replace(self, old: fx.Node, new: fx.Node) -> None:
         """Let all that reads one node read another one, once the whole rewrite is made."""
@@ -291,18 +304,24 @@ def _written(graph: fx.Graph) -> set[fx.Node]:
     for node in graph.nodes:
         schema = getattr(node.target, "_schema", None)
         if schema is not None and schema.is_mutable:
-            found |= {
-                _stored(given) for given, said in zip(node.args, schema.arguments, strict=False)
-                if isinstance(given, fx.Node) and said.alias_info and said.alias_info.is_write
-            }  # fmt: skip
+            for i, said in enumerate(schema.arguments):
+                if said.alias_info and said.alias_info.is_write:
+                    given = node.args[i] if i < len(node.args) else node.kwargs.get(said.name)
+                    map_arg(given, lambda n: found.add(_stored(n)))
     return found
 
 
 def _stored(node: fx.Node) -> fx.Node:
     """What may have the storage of a node."""
-    while node.target in (*VIEWS, *TURNS, *PARTS):
+    while _is_view(node):
         node = cast(fx.Node, node.args[0])
     return node
+
+
+def _is_view(node: fx.Node) -> bool:
+    if node.target is operator.getitem:
+        return _is_view(cast(fx.Node, node.args[0]))
+    return node.target in VIEWS or getattr(node.target, "is_view", False)
 
 
 def _is_pure(node: fx.Node) -> bool:
