@@ -21,14 +21,13 @@ from benchmarks.tables import MARK, measured
 HEAD = ("program or layer", "torch's best", "counterpoint", "speedup (least)")
 NOTE = (
     "*torch's best*: the fastest of its own settings. In parentheses: the least of all sizes. "
-    "Models are unmodified but for fewer layers. Training steps are launched by the host, the rest "
-    "are CUDA graphs, torch's too."
+    "Models are unmodified but for fewer layers. Training is eager, all else CUDA graphs."
 )
 NAMED = {served.PLAIN: "torch.compile", served.ONE_SHOT: "torch.compile, one-shot all-reduce",
         overlap.PEER: "torch's fused operator", "torch one_shot": "one-shot all-reduce",
         "torch two_shot": "two-shot all-reduce", "serial": "NCCL and cuBLAS",
          fsdp.ZERO_CTA: "NCCL's copy-engine gathers"}  # fmt: skip
-OTHER = f"{MARK} Not known to be of today's code."
+OTHER = f"{MARK} By older code."
 
 
 class Line(NamedTuple):
@@ -170,4 +169,4 @@ def bullets() -> str:
 
 def _mark(rows: Sequence[Row]) -> str:
     """A mark where rows were made from other code than today's."""
-    return f" {MARK}" if any(not is_current(row) for row in rows) else ""
+    return MARK if any(not is_current(row) for row in rows) else ""
