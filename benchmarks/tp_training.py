@@ -324,6 +324,7 @@ def write(rows: list[Row]) -> str:
 
 
 TP_TRAINING = Benchmark(
-    "tp_training", cases, rows=rows, unit="ms", host=False,
+    "tp_training", cases, rows=rows, short=lambda case: case["sequence"] == 4096, unit="ms",
+    host=False,
     sections=(Section("docs/results/compile.md", "tp-training", by_machine(write)),),
 )  # fmt: skip

@@ -22,7 +22,7 @@ CODE = {
     ".": 1701, "adapters": 2827, "advice": 1547, "attention": 878, "choose": 630, "cli": 2471,
     "embedding": 2334, "experts": 5525, "fsdp": 2025, "gpu": 1005, "group": 2875,
     "kernels": 629, "measure": 2098, "model": 666, "nn": 1000, "norms": 931, "ops": 1657,
-    "plan": 2069, "resources": 1429, "run": 2060, "scale": 3524, "schedules": 1003,
+    "plan": 2069, "resources": 1429, "run": 2060, "scale": 3530, "schedules": 1003,
     "tensor_parallel": 2030, "testing": 350,
 }  # fmt: skip
 CODE_OF_BENCHMARKS = 13829

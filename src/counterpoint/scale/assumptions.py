@@ -102,6 +102,14 @@ def assumptions(layers: Layers) -> list[str]:
     if layers.apart and layout.tp > 1:
         found.append("layout: gradients of inputs and of weights are operators of their own, so "
                      "neither hides communication of the other (zero-bubble)")  # fmt: skip
+    found += _not_checked(layers)
+    return [*found, "not modelled: failures, input, launches but for FSDP2's and experts'"]
+
+
+def _not_checked(layers: Layers) -> list[str]:
+    """What no published step has, or where they were far off."""
+    machine, fabric = layers.network.machine, layers.network.fabric
+    layout, model = layers.layout, layers.model
     unchecked = {
         "zero-bubble schedules": layers.apart,
         "context parallelism": layout.cp > 1, "latent attention": bool(model.key_rank),
@@ -111,6 +119,7 @@ def assumptions(layers: Layers) -> list[str]:
         "plans across islands": layout.tp > machine.num_devices
         or layout.ep * layout.tp > machine.num_devices,
     }  # fmt: skip
+    found: list[str] = []
     if model.experts:
         found.append(
             f"{NOT_CHECKED}experts well enough: published steps of 5 papers take up to three times "
@@ -120,4 +129,4 @@ def assumptions(layers: Layers) -> list[str]:
         found.append(
             f"{NOT_CHECKED}against any published step: {', '.join(names)}; the band is the widest"
         )
-    return [*found, "not modelled: failures, input, launches but for FSDP2's and experts'"]
+    return found
